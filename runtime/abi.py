@@ -1,0 +1,117 @@
+"""Argument lists of the generated kernels: one source for templates, compiler and launcher.
+
+A kernel takes its tensors' pointers, then strides in elements, then scalars; tile numbers follow
+as ``tl.constexpr``. Arguments of inputs that a spec leaves out do not exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .plan import Structure
+from .spec import Spec
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor of a kernel: its name and the dimensions whose strides are passed.
+
+    The innermost dimension is contiguous and has no stride argument.
+    """
+
+    name: str
+    dtype: str
+    """Default dtype: ``fp32``, ``bf16``, ``fp16``, ``i32``; the launcher takes the tensor's own."""
+    stride_dims: tuple[str, ...] = ()
+    """Names of the leading dimensions, outermost first, e.g. ``("slot", "head", "row")``."""
+
+    @property
+    def pointer(self) -> str:
+        """Name of the pointer argument."""
+        return f"{self.name}_ptr"
+
+    @property
+    def strides(self) -> tuple[str, ...]:
+        """Names of the stride arguments, outermost first; values are in elements."""
+        return tuple(f"{self.name}_stride_{dim}" for dim in self.stride_dims)
+
+
+CONSTEXPRS = (
+    "BLOCK_P",
+    "BLOCK_N",
+    "FOLD_BLOCK_N",
+    "HEADS_PER_PROGRAM",
+    "NUM_STAGES",
+    "EVICTION",
+)
+"""Tile arguments of every step kernel, in order."""
+
+
+@functools.cache
+def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, ...]:
+    """Tensors of the main kernel of ``structure``, in the order of its pointer arguments."""
+    activation, ring = spec.activation_dtype, spec.ring_dtype
+    arguments = [TensorArgument("state", spec.state_dtype, ("slot", "head", "row"))]
+    if structure.role != "native":
+        arguments += [
+            TensorArgument("ring_x", ring, ("slot", "head", "token")),
+            TensorArgument("ring_b", ring, ("slot", "group", "token")),
+            TensorArgument("ring_decay", "fp32", ("slot", "head")),
+            TensorArgument("ring_start", "i32"),
+            TensorArgument("ring_len", "i32"),
+        ]
+    arguments += [
+        TensorArgument("slot_index", "i32"),
+        TensorArgument("x", activation, ("row", "head")),
+        TensorArgument("dt", activation, ("row",)),
+        TensorArgument("a", "fp32"),
+        TensorArgument("b", activation, ("row", "group")),
+        TensorArgument("c", activation, ("row", "group")),
+    ]
+    if spec.has_d:
+        arguments.append(TensorArgument("d", "fp32"))
+    if spec.has_z:
+        arguments.append(TensorArgument("z", activation, ("row", "head")))
+    if spec.has_dt_bias:
+        arguments.append(TensorArgument("dt_bias", "fp32"))
+    if structure.coefficients == "precomputed":
+        arguments.append(TensorArgument("scratch", "fp32", ("row",)))
+    arguments.append(TensorArgument("out", activation, ("row", "head")))
+    return tuple(arguments)
+
+
+@functools.cache
+def scalar_arguments(spec: Spec, structure: Structure) -> tuple[str, ...]:
+    """Names of the scalar arguments (int32), in order."""
+    return ("null_slot",) if structure.role == "native" else ("ring_capacity", "null_slot")
+
+
+@functools.cache
+def parameters(spec: Spec, structure: Structure) -> tuple[str, ...]:
+    """All parameter names of the main kernel in order, tile arguments excluded."""
+    tensors = tensor_arguments(spec, structure)
+    return (
+        *(t.pointer for t in tensors),
+        *(name for t in tensors for name in t.strides),
+        *scalar_arguments(spec, structure),
+    )
+
+
+def next_power_of_two(value: int) -> int:
+    """Smallest power of two that is at least ``value`` (``value`` >= 1)."""
+    return 1 << (value - 1).bit_length()
+
+
+def ring_block(spec: Spec) -> int:
+    """Ring tokens a kernel holds at a time: the window, rounded up to a power of two, at least 16."""
+    return max(16, next_power_of_two(max(1, spec.window)))
+
+
+def scratch_size(spec: Spec) -> int:
+    """fp32 values per (row, head) of the precomputed coefficients.
+
+    In order: the ring's weights, the decay of the old state, the weight of the new token and
+    its decay.
+    """
+    return ring_block(spec) + 3

@@ -1,0 +1,129 @@
+"""What a kernel *is* beyond its spec: the variant (structure and tile) and the plan of launches.
+
+A :class:`Variant` is one generated kernel with its tile numbers; a :class:`Plan` is the one or
+two launches that together make a step. Both are frozen records with one canonical string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+from .errors import SpecError
+
+ROLES: Final = ("both", "nonflush", "flush", "native")
+"""Which rows a kernel serves. ``both``: a per-row branch in one launch; ``nonflush``/``flush``:
+one branch, rows of the other leave at once; ``native``: the baseline without a ring."""
+
+
+@dataclass(frozen=True, order=True)
+class Structure:
+    """Structural choices: they change the generated module.
+
+    Axes that a role does not have stand at their first value (``inline``, ``output_only``,
+    ``elementwise``), so that equal kernels are equal records.
+    """
+
+    role: str
+    coefficients: str = "inline"
+    """``inline``, or ``precomputed`` by a small kernel launched before."""
+    route: str = "output_only"
+    """Non-flush rows: ``output_only`` reads old state and ring; ``rebuild`` forms the new state."""
+    readout: str = "elementwise"
+    """State read-out: ``elementwise`` in registers, or ``dot`` fed from shared memory."""
+    scores: str = "elementwise"
+    """Ring scores B.C: ``elementwise`` or ``dot``."""
+    fold: str = "elementwise"
+    """Fold of the ring into the state: ``elementwise`` or ``dot`` (exact, split operand)."""
+
+    @property
+    def key(self) -> str:
+        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.dot``."""
+        return ".".join(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """Tile numbers and compiler options: they do not change the generated module."""
+
+    block_p: int
+    """Rows of the state (head dim) a program holds at a time; a power of two."""
+    block_n: int
+    """Columns of the state a read-out loads at a time; a power of two."""
+    fold_block_n: int = 0
+    """Columns of the state a fold works on at a time; 0 where nothing is folded."""
+    heads_per_program: int = 1
+    """Heads of one group that a program serves one after the other."""
+    num_warps: int = 1
+    num_stages: int = 1
+    """Software pipelining depth of the loop over heads; 1 is none."""
+    max_registers: int = 0
+    """Register cap per thread; 0 leaves it to the compiler."""
+    evict_first: bool = False
+    """Cache policy of the state load: True marks its lines to leave the L2 first."""
+
+    @property
+    def key(self) -> str:
+        """Canonical string, e.g. ``p32.n128.f0.h1.w1.s1.r0.e0``."""
+        values = (int(v) for v in dataclasses.astuple(self))
+        return ".".join(f"{letter}{value}" for letter, value in zip("pnfhwsre", values, strict=True))
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One kernel of the space: a structure with its tile."""
+
+    structure: Structure
+    tile: Tile
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Canonical string of structure and tile, joined by ``/``."""
+        return f"{self.structure.key}/{self.tile.key}"
+
+    @classmethod
+    def parse(cls, key: str) -> Variant:
+        """Inverse of :attr:`key`.
+
+        Raises:
+            SpecError: ``key`` is not a canonical variant string.
+        """
+        try:
+            structure_key, tile_key = key.split("/")
+            structure = Structure(*structure_key.split("."))
+            letters, values = zip(*((part[0], int(part[1:])) for part in tile_key.split(".")), strict=True)
+            tile = Tile(*values[:-1], evict_first=bool(values[-1]))
+            variant = cls(structure, tile)
+        except (ValueError, TypeError) as error:
+            raise SpecError(f"'{key}' is not a variant key") from error
+        if variant.key != key or structure.role not in ROLES or "".join(letters) != "pnfhwsre":
+            raise SpecError(f"'{key}' is not a variant key")
+        return variant
+
+
+@dataclass(frozen=True, order=True)
+class Plan:
+    """The launches of one step, in order: ``(both,)``, ``(nonflush, flush)`` or ``(native,)``."""
+
+    variants: tuple[Variant, ...]
+
+    def __post_init__(self) -> None:
+        roles = tuple(v.structure.role for v in self.variants)
+        if roles not in (("both",), ("nonflush", "flush"), ("native",)):
+            raise SpecError(f"a plan cannot be made of roles {roles}")
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Canonical string: the variants' keys joined by ``+``."""
+        return "+".join(v.key for v in self.variants)
+
+    @classmethod
+    def parse(cls, key: str) -> Plan:
+        """Inverse of :attr:`key`.
+
+        Raises:
+            SpecError: ``key`` is not a canonical plan string.
+        """
+        return cls(tuple(Variant.parse(part) for part in key.split("+")))

@@ -1,0 +1,172 @@
+"""Specification of a kernel: everything that is baked into a generated module.
+
+A :class:`Spec` is frozen, hashable and has one canonical string (:attr:`Spec.key`). It knows
+nothing of torch, of GPUs or of how a kernel is written; it is the first half of every key in
+the dispatch table (the second is the effective batch).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from .errors import SpecError
+
+DTYPE_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Canonical short dtype names and their size in bytes."""
+
+MAX_HEAD_DIM: Final = 256
+MAX_STATE_SIZE: Final = 256
+MAX_WINDOW: Final = 64
+
+FAMILIES: Final = ("mamba2",)
+OPS: Final = ("step", "native_step")
+
+
+@dataclass(frozen=True, order=True)
+class Spec:
+    """What a kernel computes, and for which shape and dtypes.
+
+    Args:
+        family: Recurrence family, one of :data:`FAMILIES`.
+        op: ``step`` (replay decode with a ring) or ``native_step`` (state written every step).
+        head_dim: Values per head, P, 1 to 256.
+        state_size: State columns per value, N, 1 to 256.
+        heads_per_group: Heads that share one B and one C.
+        window: Ring tokens held before a flush, W, 1 to 64; 0 for ``native_step``.
+        num_tokens: Tokens per step, T = 1 + drafts; at most ``window``.
+        activation_dtype: dtype of x, B, C, z, dt and of the output.
+        state_dtype: dtype the state is stored in.
+        ring_dtype: dtype of the ring's x and B: the activation dtype or fp32.
+        has_d: The skip connection ``D x`` is added.
+        has_z: The output is gated by ``silu(z)``.
+        has_dt_bias: A bias is added to dt.
+        dt_softplus: dt passes through softplus (after the bias).
+
+    Raises:
+        SpecError: A field is outside the range above.
+    """
+
+    family: str
+    op: str
+    head_dim: int
+    state_size: int
+    heads_per_group: int
+    window: int
+    num_tokens: int = 1
+    activation_dtype: str = "bf16"
+    state_dtype: str = "fp32"
+    ring_dtype: str = "bf16"
+    has_d: bool = True
+    has_z: bool = False
+    has_dt_bias: bool = True
+    dt_softplus: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.family in FAMILIES, f"family '{self.family}' is not one of {', '.join(FAMILIES)}")
+        _require(self.op in OPS, f"op '{self.op}' is not one of {', '.join(OPS)}")
+        _require(
+            1 <= self.head_dim <= MAX_HEAD_DIM,
+            f"head_dim {self.head_dim} is outside 1..{MAX_HEAD_DIM}; larger heads are not supported",
+        )
+        _require(
+            1 <= self.state_size <= MAX_STATE_SIZE,
+            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; "
+            "larger states are not supported",
+        )
+        _require(self.heads_per_group >= 1, f"heads_per_group {self.heads_per_group} must be at least 1")
+        for name in ("activation_dtype", "state_dtype", "ring_dtype"):
+            value = getattr(self, name)
+            _require(value in DTYPE_BYTES, f"{name} '{value}' is not one of {', '.join(DTYPE_BYTES)}")
+        _require(
+            self.ring_dtype in (self.activation_dtype, "fp32"),
+            f"ring_dtype '{self.ring_dtype}' must be the activation dtype "
+            f"('{self.activation_dtype}') or fp32",
+        )
+        if self.op == "native_step":
+            _require(self.window == 0, f"native_step has no ring: window must be 0, not {self.window}")
+            _require(self.num_tokens == 1, "native_step takes one token a step")
+            return
+        _require(
+            1 <= self.window <= MAX_WINDOW,
+            f"window {self.window} is outside 1..{MAX_WINDOW}; choose a buffer length in that range",
+        )
+        _require(
+            1 <= self.num_tokens <= self.window,
+            f"{self.num_tokens - 1} drafts make {self.num_tokens} tokens a step, beyond the window of "
+            f"{self.window}; use fewer drafts or a longer buffer",
+        )
+        _require(
+            self.num_tokens == 1,
+            f"{self.num_tokens - 1} drafts: draft verification is not available in this version; "
+            "use 0 drafts",
+        )
+
+    @property
+    def key(self) -> str:
+        """Canonical string: equal for equal specs, different for different ones."""
+        flags = "".join(
+            letter
+            for letter, present in (
+                ("d", self.has_d),
+                ("z", self.has_z),
+                ("b", self.has_dt_bias),
+                ("s", self.dt_softplus),
+            )
+            if present
+        )
+        return (
+            f"{self.family}-{self.op}-p{self.head_dim}-n{self.state_size}-g{self.heads_per_group}"
+            f"-w{self.window}-t{self.num_tokens}-x{self.activation_dtype}-s{self.state_dtype}"
+            f"-r{self.ring_dtype}-f{flags or '0'}"
+        )
+
+    @classmethod
+    def parse(cls, key: str) -> Spec:
+        """Inverse of :attr:`key`.
+
+        Raises:
+            SpecError: ``key`` is not a canonical spec string.
+        """
+        match = _KEY.fullmatch(key)
+        _require(match is not None, f"'{key}' is not a spec key")
+        assert match is not None
+        flags = match["flags"]
+        return cls(
+            family=match["family"],
+            op=match["op"],
+            head_dim=int(match["p"]),
+            state_size=int(match["n"]),
+            heads_per_group=int(match["g"]),
+            window=int(match["w"]),
+            num_tokens=int(match["t"]),
+            activation_dtype=match["x"],
+            state_dtype=match["s"],
+            ring_dtype=match["r"],
+            has_d="d" in flags,
+            has_z="z" in flags,
+            has_dt_bias="b" in flags,
+            dt_softplus="s" in flags,
+        )
+
+    @property
+    def native(self) -> Spec:
+        """The ``native_step`` spec of the same layer."""
+        return dataclasses.replace(self, op="native_step", window=0, num_tokens=1)
+
+    def state_bytes(self, effective_batch: int) -> int:
+        """Bytes of state that ``effective_batch`` (sequences x heads) heads hold."""
+        return effective_batch * self.head_dim * self.state_size * DTYPE_BYTES[self.state_dtype]
+
+
+_KEY = re.compile(
+    r"(?P<family>[a-z0-9]+)-(?P<op>[a-z_]+)-p(?P<p>\d+)-n(?P<n>\d+)-g(?P<g>\d+)-w(?P<w>\d+)-t(?P<t>\d+)"
+    r"-x(?P<x>[a-z0-9]+)-s(?P<s>[a-z0-9]+)-r(?P<r>[a-z0-9]+)-f(?P<flags>[dzbs]+|0)"
+)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SpecError(message)
