@@ -1,0 +1,13 @@
+"""Short dtype names of specs and the torch dtypes they stand for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+TORCH_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch dtype by short name; the names are those of :data:`..spec.DTYPE_BYTES`."""
+
+SHORT_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""Short name by torch dtype."""
