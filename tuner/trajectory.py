@@ -84,9 +84,9 @@ class Pool:
         if self.capacity:
             self.fields["ring_x"].bytes_of(mask)[slots, :, append] = 1
             self.fields["ring_b"].bytes_of(mask)[slots, :, append] = 1
-            # One byte column per token does not exist for the decay: its tokens are its innermost dimension.
-            decay = self.fields["ring_decay"].bytes_of(mask).unflatten(-1, (self.capacity, -1))
-            decay[slots, :, append] = 1
+            # Tokens are the innermost dimension of the decay: four bytes each.
+            decay = self.fields["ring_decay"].bytes_of(mask)
+            decay.view(*decay.shape[:-1], self.capacity, 4)[slots, :, append] = 1
         return mask.bool()
 
 
