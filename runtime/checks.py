@@ -15,14 +15,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .dtypes import SHORT_NAMES
+from .dtypes import DTYPE_NAMES
 from .errors import ArgumentError
 from .spec import Spec
 
 MAX_ROWS: Final = 65535
 """Rows of one launch: the limit of a CUDA grid's second dimension."""
 
-_FLOATS: Final = tuple(SHORT_NAMES)
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES: Final = (torch.int32, torch.int64)
 _MAX_KEYS: Final = 4096
 _MAX_PER_KEY: Final = 64
@@ -78,14 +78,16 @@ class _PlainGuard:
 
 def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """A predicate over as many tensors: same shapes, strides, dtypes, devices and needs of gradients."""
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     try:
         # What torch.compile guards its inputs with: one call instead of four attributes per tensor.
         from torch._C._dynamo.guards import TensorGuards
 
         compiled: Callable[..., bool] = TensorGuards(
             *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+            dynamic_dims_sizes=sizes,
+            dynamic_dims_strides=strides,
         ).check
         # It refuses a tensor that occurs twice.
         if compiled(*tensors):
@@ -485,8 +487,7 @@ def _tensor(
 
 
 def _name(dtype: torch.dtype) -> str:
-    short = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64"}.get(dtype)
-    return short or str(dtype).removeprefix("torch.")
+    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def _signature(

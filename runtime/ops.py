@@ -348,6 +348,7 @@ def _refuse_grad(**tensors: Tensor | None) -> None:
 
 def _late(function: str) -> Callable[..., None]:
     """A function of :mod:`.launch`, imported at the first call: importing ops needs no Triton."""
+    target: Callable[..., None] | None = None
 
     def call(*arguments: Any) -> None:
         nonlocal target
@@ -355,7 +356,6 @@ def _late(function: str) -> Callable[..., None]:
             target = getattr(importlib.import_module(".launch", __package__), function)
         target(*arguments)
 
-    target: Callable[..., None] | None = None
     return call
 
 
@@ -415,7 +415,8 @@ def _fake_drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity:
 
 
 _INPUTS: Final = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(a!) state"
-_LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library_type: Any = torch.library.Library
+_LIBRARY: Final = _library_type(NAMESPACE, "FRAGMENT")
 
 
 def _register(
