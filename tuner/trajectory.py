@@ -310,13 +310,13 @@ class Trajectory:
         oracle = self._oracle()
         ideal = Ideal(self._state, self.A, spec=spec, D=self.D, dt_bias=self.dt_bias)
         everyone = torch.arange(self.sequences, device=device)
-        length = self._len.to(device)
+        length = self._len.clone().to(device)
         for j, (x, dt, B, C, z) in enumerate(self._history):
             holds = everyone[length > j]
             for model in (oracle, ideal):
                 model.step(holds, x[holds], dt[holds], B[holds], C[holds], None if z is None else z[holds])
                 model.commit(torch.ones_like(holds))
-        start = self._start.to(device)
+        start = self._start.clone().to(device)
 
         for _ in range(self.steps):
             order = torch.randperm(self.rows, generator=g)
@@ -371,10 +371,6 @@ class Trajectory:
                 start[flushed] = (start[flushed] + length[flushed]) % capacity
                 length[flushed] = 0
                 length[sequence] += kept
-
-    def cursors(self) -> tuple[Tensor, Tensor]:
-        """ring_start and ring_len (sequences,) of the slots :attr:`slot_of` before the first step."""
-        return self._start.clone(), self._len.clone()
 
     @property
     def slot_of(self) -> Tensor:
