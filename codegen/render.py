@@ -65,6 +65,12 @@ def render(spec: Spec, structure: Structure) -> str:
     return _tidy(source)
 
 
+@functools.cache
+def render_cursors() -> str:
+    """Source of the cursor ops' module, the same for every spec: ``commit``, ``reset``, ``drained``."""
+    return _tidy(_environment().get_template("cursors.py.jinja").render())
+
+
 def module_digest(source: str) -> str:
     """Digest of a module's syntax tree: comments and layout do not count. 16 hex digits."""
     tree = ast.parse(source)
