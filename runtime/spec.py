@@ -73,8 +73,7 @@ class Spec:
         )
         _require(
             1 <= self.state_size <= MAX_STATE_SIZE,
-            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; "
-            "larger states are not supported",
+            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; larger states are not supported",
         )
         _require(self.heads_per_group >= 1, f"heads_per_group {self.heads_per_group} must be at least 1")
         for name in ("activation_dtype", "state_dtype", "ring_dtype"):
@@ -134,7 +133,7 @@ class Spec:
         _require(match is not None, f"'{key}' is not a spec key")
         assert match is not None
         flags = match["flags"]
-        return cls(
+        spec = cls(
             family=match["family"],
             op=match["op"],
             head_dim=int(match["p"]),
@@ -150,6 +149,8 @@ class Spec:
             has_dt_bias="b" in flags,
             dt_softplus="s" in flags,
         )
+        _require(spec.key == key, f"'{key}' is not a spec key; did you mean '{spec.key}'?")
+        return spec
 
     @property
     def native(self) -> Spec:
