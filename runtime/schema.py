@@ -15,6 +15,7 @@ import typing
 from typing import Any
 
 from .codec import field_types
+from .plan import STRUCTURE_VALUES
 from .spec import DTYPE_BYTES, FAMILIES, OPS
 from .table import SCHEMA_VERSION, SOURCES, SPLIT_FIELDS, Launch, Row, Table
 
@@ -26,6 +27,7 @@ _ENUMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("Spec", "family"): FAMILIES,
     ("Spec", "op"): OPS,
     **{("Spec", f"{name}_dtype"): tuple(DTYPE_BYTES) for name in ("activation", "state", "ring")},
+    **{("Structure", name): values for name, values in STRUCTURE_VALUES.items()},
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import os
@@ -191,7 +192,7 @@ class Table:
         for name in needed:
             _require(bool(getattr(self.toolchain, name)), f"provenance is missing: toolchain.{name} is empty")
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_key)))
-        for before, after in zip(self.rows, self.rows[1:], strict=False):
+        for before, after in itertools.pairwise(self.rows):
             _require(
                 _key(before) != _key(after),
                 f"two rows for {after.spec.key} at effective batch {after.effective_batch}",
