@@ -27,6 +27,6 @@ def default_plan(spec: Spec) -> Plan:
         )
         tile = Tile(block_p=block_p, block_n=block_n, num_warps=num_warps)
         return Plan((Variant(Structure(role="native"), tile),))
-    structure = Structure(role="both", coefficients="precomputed", fold="dot")
+    structure = Structure(role="both", coefficients="precomputed")
     tile = Tile(block_p=16, block_n=block_n, fold_block_n=block_n)
     return Plan((Variant(structure, tile),))

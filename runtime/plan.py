@@ -23,7 +23,7 @@ STRUCTURE_VALUES: Final = {
     "route": ("output_only", "rebuild"),
     "readout": ("elementwise", "dot"),
     "scores": ("elementwise", "dot"),
-    "fold": ("elementwise", "dot"),
+    "load": ("late", "early"),
 }
 """What each field of a :class:`Structure` may be; the first is what a role without the axis has."""
 
@@ -33,7 +33,7 @@ class Structure:
     """Structural choices: they change the generated module.
 
     Axes that a role does not have stand at their first value (``inline``, ``output_only``,
-    ``elementwise``), so that equal kernels are equal records.
+    ``elementwise``, ``late``), so that equal kernels are equal records.
     """
 
     role: str
@@ -45,8 +45,8 @@ class Structure:
     """State read-out: ``elementwise`` in registers, or ``dot`` fed from shared memory."""
     scores: str = "elementwise"
     """Ring scores B.C: ``elementwise`` or ``dot``."""
-    fold: str = "elementwise"
-    """Fold of the ring into the state: ``elementwise`` or ``dot`` (exact, split operand)."""
+    load: str = "late"
+    """State load: ``late``, where it is used, or ``early``, ahead of the cursors (one head, one tile)."""
 
     def __post_init__(self) -> None:
         for name, values in STRUCTURE_VALUES.items():
@@ -56,7 +56,7 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.dot``."""
+        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``."""
         return ".".join(dataclasses.astuple(self))
 
 

@@ -266,7 +266,7 @@ def test_explain_lists_neighbouring_specs():
 
 def test_default_plan_of_a_step_is_what_engines_ship():
     (only,) = default_plan(SPEC).variants
-    assert only.structure.key == "both.precomputed.output_only.elementwise.elementwise.dot"
+    assert only.structure.key == "both.precomputed.output_only.elementwise.elementwise.late"
     assert only.tile.key == "p16.n128.f128.h1.w1.s1.r0.e0"
 
 

@@ -94,7 +94,7 @@ MALFORMED = {
     "no launches": (lambda d: d["rows"][1].pop("launches"), "'launches' is missing or empty"),
     "roles": (lambda d: d["rows"][1]["launches"].append(launch(d)), "a plan cannot be made of roles"),
     "role": (lambda d: launch(d)["structure"].update(role="native"), "op 'step' cannot use plan"),
-    "structure": (lambda d: launch(d)["structure"].update(fold="magic"), r"\[0\]: structure: fold 'magic'"),
+    "structure": (lambda d: launch(d)["structure"].update(load="magic"), r"\[0\]: structure: load 'magic'"),
     "tile": (lambda d: launch(d)["tile"].pop("num_warps"), "tile: field 'num_warps' is missing"),
     "digest": (lambda d: launch(d).update(module_digest=""), "a module digest is empty"),
     "binary": (lambda d: launch(d)["binaries"][0].update(registers=1.5), r"\[0\]: registers: expected int"),
