@@ -1,4 +1,4 @@
-"""Records to JSON and back: named fields, nothing left out, nothing unknown, nothing converted."""
+"""Records to JSON and back: named fields, nothing unknown, nothing converted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import SpecError, TableError
+from .spec import Spec
 
 
 def encode(value: Any) -> Any:
@@ -30,6 +31,18 @@ def field_types(record: type) -> dict[str, Any]:
     """Types of a record's fields, resolved."""
     hints = typing.get_type_hints(record)
     return {f.name: hints[f.name] for f in dataclasses.fields(record)}
+
+
+@functools.cache
+def required_fields(record: type) -> frozenset[str]:
+    """Fields that a document must have.
+
+    An axis added to a structure or tile later has a default that means "without it", so older
+    documents stay readable. A spec is a key: there nothing may be left out.
+    """
+    return frozenset(
+        f.name for f in dataclasses.fields(record) if record is Spec or f.default is dataclasses.MISSING
+    )
 
 
 def decode(kind: Any, value: Any, where: str, **given: Callable[[], Any]) -> Any:
@@ -70,8 +83,8 @@ def _decode_record(
     for name in value:
         _require(name in kinds, where, f"unknown field '{name}'")
     for name in kinds:
-        _require(name in value, where, f"field '{name}' is missing")
-    fields = {name: decode(kind, value[name], _place(where, name)) for name, kind in kinds.items()}
+        _require(name in value or name not in required_fields(record), where, f"field '{name}' is missing")
+    fields = {name: decode(kinds[name], item, _place(where, name)) for name, item in value.items()}
     try:
         return record(**fields, **{name: compute() for name, compute in given.items()})
     except (TableError, SpecError) as error:

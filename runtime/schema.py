@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any
 
-from .codec import field_types
+from .codec import field_types, required_fields
 from .plan import STRUCTURE_VALUES
 from .spec import DTYPE_BYTES, FAMILIES, OPS
 from .table import SCHEMA_VERSION, SOURCES, SPLIT_FIELDS, Launch, Row, Table
@@ -47,7 +47,7 @@ def text() -> str:
 
 
 def _record(record: type, extra: dict[str, Any] | None = None, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    notes = _field_docs(record)
+    notes, required = _field_docs(record), required_fields(record)
     properties = dict(extra or {})
     for name, kind in field_types(record).items():
         if name in skip:
@@ -61,7 +61,7 @@ def _record(record: type, extra: dict[str, Any] | None = None, skip: tuple[str, 
         "type": "object",
         "description": (inspect.getdoc(record) or "").partition("\n\n")[0].replace("\n", " "),
         "properties": properties,
-        "required": sorted(properties),
+        "required": sorted(name for name in properties if name in required or name in (extra or {})),
         "additionalProperties": False,
     }
 

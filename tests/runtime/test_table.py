@@ -95,7 +95,7 @@ MALFORMED = {
     "roles": (lambda d: d["rows"][1]["launches"].append(launch(d)), "a plan cannot be made of roles"),
     "role": (lambda d: launch(d)["structure"].update(role="native"), "op 'step' cannot use plan"),
     "structure": (lambda d: launch(d)["structure"].update(load="magic"), r"\[0\]: structure: load 'magic'"),
-    "tile": (lambda d: launch(d)["tile"].pop("num_warps"), "tile: field 'num_warps' is missing"),
+    "tile": (lambda d: launch(d)["tile"].pop("block_p"), "tile: field 'block_p' is missing"),
     "digest": (lambda d: launch(d).update(module_digest=""), "a module digest is empty"),
     "binary": (lambda d: launch(d)["binaries"][0].update(registers=1.5), r"\[0\]: registers: expected int"),
     "measured in static": (lambda d: d.update(source="static"), "a static table holds measured rows"),
@@ -112,6 +112,13 @@ def test_malformed_tables_are_refused_with_file_place_and_advice(case, tmp_path)
     text = str(caught.value)
     assert text.startswith(str(path))
     assert "tune again" in text or "upgrade" in text
+
+
+def test_an_axis_that_the_writer_did_not_know_is_at_its_default():
+    def forget(document):
+        del launch(document)["structure"]["load"], launch(document)["tile"]["max_registers"]
+
+    assert loads(edited(forget)) == table(row(8), row(16))
 
 
 @pytest.mark.parametrize("text", ["", "{", "{'a': 1}", "\x00"])
