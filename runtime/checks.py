@@ -7,7 +7,6 @@ strides) stands in the :class:`Signature`, so that it is worked out once as well
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -358,7 +357,6 @@ _OVERLAP: Final = (
 )
 
 
-@functools.cache
 def _spec(
     op: str,
     head_dim: int,
@@ -373,13 +371,14 @@ def _spec(
     has_dt_bias: bool,
     dt_softplus: bool,
 ) -> Spec:
+    # int(): symbolic sizes that are baked into a kernel are made concrete.
     return Spec(
         family="mamba2",
         op=op,
-        head_dim=head_dim,
-        state_size=state_size,
-        heads_per_group=heads_per_group,
-        window=window,
+        head_dim=int(head_dim),
+        state_size=int(state_size),
+        heads_per_group=int(heads_per_group),
+        window=int(window),
         activation_dtype=_name(activation),
         state_dtype=_name(state),
         ring_dtype=_name(ring),
