@@ -102,7 +102,9 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
             by_launch.append(relative_rms(stored, step.stored))
         y = out[step.live].double()
         collected.append((y, step.y, step.ideal_y, stored, step.stored, step.ideal_stored))
-    y, expected, ideal_y, state, stored, ideal_stored = (torch.cat(part) for part in zip(*collected, strict=True))
+    y, expected, ideal_y, state, stored, ideal_stored = (
+        torch.cat(part) for part in zip(*collected, strict=True)
+    )
     return Errors(
         y=relative_rms(y, expected),
         ideal_y=relative_rms(ideal_y, expected),

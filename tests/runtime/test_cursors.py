@@ -55,7 +55,10 @@ def test_a_step_appends_behind_any_ring(window: int, spare: int, data: st.DataOb
     capacity = window + 1 + spare
     start, length = data.draw(st.integers(0, capacity - 1)), data.draw(st.integers(0, window))
     ring_x = torch.full((1, 1, capacity, 2), float("nan"))
-    ring_b, ring_decay = torch.full((1, 1, capacity, 3), float("nan")), torch.full((1, 1, capacity), float("nan"))
+    ring_b, ring_decay = (
+        torch.full((1, 1, capacity, 3), float("nan")),
+        torch.full((1, 1, capacity), float("nan")),
+    )
     live = [(start + j) % capacity for j in range(length)]
     ring_x[:, :, live], ring_b[:, :, live], ring_decay[:, :, live] = 1.0, 2.0, 0.5
     before = ring_x.clone()
@@ -89,7 +92,9 @@ def test_recycled_slot_starts_empty(driver: Any, fill: int) -> None:
     pool, old = scene.pool(), tenant.pool()
     pool.ring_x[:], pool.ring_b[:], pool.ring_decay[:] = old.ring_x, old.ring_b, old.ring_decay
     pool.ring_start[:], pool.ring_len[:] = old.ring_start, fill
-    ops.reset(torch.cat([scene.slot_of, torch.tensor([-1])]), ring_start=pool.ring_start, ring_len=pool.ring_len)
+    ops.reset(
+        torch.cat([scene.slot_of, torch.tensor([-1])]), ring_start=pool.ring_start, ring_len=pool.ring_len
+    )
     assert pool.ring_len[scene.slot_of].eq(0).all()
     others = torch.ones(8, dtype=torch.bool)
     others[scene.slot_of] = False
@@ -181,7 +186,9 @@ torch.save(result, folder + "/out.pt")
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("null_slot", "num_tokens"), [(-1, 1), (0, 2)])
-def test_cursor_kernels_match_the_reference(tmp_path: Any, index_dtype: torch.dtype, null_slot: int, num_tokens: int) -> None:
+def test_cursor_kernels_match_the_reference(
+    tmp_path: Any, index_dtype: torch.dtype, null_slot: int, num_tokens: int
+) -> None:
     window, slots = 4, 11
     capacity = window + num_tokens
     g = torch.Generator().manual_seed(null_slot + 7)
@@ -219,7 +226,9 @@ def test_rendering_of_cursors_is_deterministic() -> None:
 
 
 def test_rejected_tokens_leave_the_length(driver: Any) -> None:
-    scene = Trajectory(driver.make_spec(), heads=2, sequences=2, padded_rows=0, attend=1.0, accept=0.0, steps=3)
+    scene = Trajectory(
+        driver.make_spec(), heads=2, sequences=2, padded_rows=0, attend=1.0, accept=0.0, steps=3
+    )
     pool = scene.pool()
     lengths = pool.ring_len.clone()
     for step in scene:

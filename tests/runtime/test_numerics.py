@@ -45,7 +45,9 @@ def test_optional_inputs(
     assert driver.passes_gate(driver.run(scene))
 
 
-@pytest.mark.parametrize(("head_dim", "state_size"), [(80, 128), (48, 96), (96, 64), (5, 256), (256, 7), (1, 1)])
+@pytest.mark.parametrize(
+    ("head_dim", "state_size"), [(80, 128), (48, 96), (96, 64), (5, 256), (256, 7), (1, 1)]
+)
 def test_red_zones_of_odd_shapes(driver: Any, op: str, head_dim: int, state_size: int) -> None:
     spec = driver.make_spec(op, head_dim=head_dim, state_size=state_size, heads_per_group=1)
     scene = Trajectory(spec, heads=2, sequences=3, steps=7, gap_bytes=4)
@@ -56,7 +58,9 @@ def test_red_zones_of_odd_shapes(driver: Any, op: str, head_dim: int, state_size
 @pytest.mark.parametrize("spare", [0, 3])
 def test_windows_and_capacities(driver: Any, window: int, spare: int) -> None:
     spec = driver.make_spec(window=window)
-    scene = Trajectory(spec, heads=2, sequences=3, steps=2 * window + 8, capacity=window + 1 + spare, accept=0.9)
+    scene = Trajectory(
+        spec, heads=2, sequences=3, steps=2 * window + 8, capacity=window + 1 + spare, accept=0.9
+    )
     errors = driver.run(scene)
     assert driver.passes_gate(errors)
     assert errors.state_by_launch
@@ -115,7 +119,9 @@ def test_step_sizes_at_the_ends_of_softplus(op: str, bias: float | None) -> None
         )  # fmt: skip
     # Of an empty state, y is delta itself.
     exact = [max(v, 0.0) + math.log1p(math.exp(-abs(v))) for v in (dt + (bias or 0.0))[0].double().tolist()]
-    torch.testing.assert_close(y[0, :, 0].double(), torch.tensor(exact, dtype=torch.float64), rtol=2e-6, atol=1e-44)
+    torch.testing.assert_close(
+        y[0, :, 0].double(), torch.tensor(exact, dtype=torch.float64), rtol=2e-6, atol=1e-44
+    )
 
 
 def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, op: str) -> None:
@@ -131,7 +137,9 @@ def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, op
 @pytest.mark.parametrize("live", [0, 1, 3, 6])
 def test_padded_rows_touch_nothing(driver: Any, op: str, live: int) -> None:
     """Rows beyond the live ones hold stale inputs; both sentinels mark them."""
-    scene = Trajectory(driver.make_spec(op), heads=2, sequences=6, padded_rows=0, attend=1.0, null_slot=0, steps=1)
+    scene = Trajectory(
+        driver.make_spec(op), heads=2, sequences=6, padded_rows=0, attend=1.0, null_slot=0, steps=1
+    )
     pool = scene.pool()
     (step,) = scene
     step.slot_index[live:] = torch.tensor([-1, 0] * 3)[: 6 - live]
@@ -170,7 +178,9 @@ def test_no_rows(driver: Any, op: str) -> None:
     scene = Trajectory(driver.make_spec(op), heads=2, sequences=1, padded_rows=0, steps=1)
     pool = scene.pool()
     (step,) = scene
-    empty = type(step)(**{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index")}})
+    empty = type(step)(
+        **{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index")}}
+    )
     before = pool.storage.clone()
     assert driver.launch(scene, pool, empty).shape == (0, 2, 8)
     assert torch.equal(pool.storage, before)

@@ -49,8 +49,10 @@ def call(op: str, given: dict[str, Any]) -> torch.Tensor:
 
 
 def overload(op: str) -> Any:
-    return getattr(torch.ops, ops.NAMESPACE).mamba2_step.default if op == "step" else (
-        getattr(torch.ops, ops.NAMESPACE).mamba2_native_step.default
+    return (
+        getattr(torch.ops, ops.NAMESPACE).mamba2_step.default
+        if op == "step"
+        else (getattr(torch.ops, ops.NAMESPACE).mamba2_native_step.default)
     )
 
 
@@ -87,7 +89,9 @@ def test_opcheck_of_cursor_ops() -> None:
     start, length = torch.zeros(6, dtype=torch.int32), torch.full((6,), 4, dtype=torch.int32)
     slots = torch.tensor([1, -1, 3])
     namespace = getattr(torch.ops, ops.NAMESPACE)
-    torch.library.opcheck(namespace.commit.default, (torch.ones(3, dtype=torch.int32), start, length, slots, 4, 1, 5, -1))
+    torch.library.opcheck(
+        namespace.commit.default, (torch.ones(3, dtype=torch.int32), start, length, slots, 4, 1, 5, -1)
+    )
     torch.library.opcheck(namespace.reset.default, (slots, start, length, -1))
     torch.library.opcheck(namespace.drained.default, (slots, start, length, 5, -1))
 
@@ -193,12 +197,32 @@ BAD: list[tuple[str, Any, type[ReplayError], str]] = [
     ("dt_bias", lambda g: torch.zeros(4, dtype=torch.int32), ArgumentError, "dt_bias is i32"),
     ("state", lambda g: g["state"].mT, ArgumentError, "state has shape"),
     ("state", lambda g: fp64(g, "state"), SpecError, "state_dtype 'float64'"),
-    ("state", lambda g: g["state"][:1].expand(6, -1, -1, -1), ArgumentError, "state is written, but an expanded"),
+    (
+        "state",
+        lambda g: g["state"][:1].expand(6, -1, -1, -1),
+        ArgumentError,
+        "state is written, but an expanded",
+    ),
     ("state", lambda g: g["state"].to("meta"), ArgumentError, "state is on meta, other arguments on cpu"),
-    ("slot_index", lambda g: g["slot_index"].short(), ArgumentError, "slot_index is int16; expected i32 or i64"),
-    ("slot_index", lambda g: g["slot_index"][:2], ArgumentError, r"slot_index has shape \(2,\); expected \(3,\)"),
+    (
+        "slot_index",
+        lambda g: g["slot_index"].short(),
+        ArgumentError,
+        "slot_index is int16; expected i32 or i64",
+    ),
+    (
+        "slot_index",
+        lambda g: g["slot_index"][:2],
+        ArgumentError,
+        r"slot_index has shape \(2,\); expected \(3,\)",
+    ),
     ("out", lambda g: torch.empty(3, 4, 9), ArgumentError, "out has shape"),
-    ("out", lambda g: torch.empty(3, 4, 8, dtype=torch.bfloat16), ArgumentError, "out is bf16; expected fp32"),
+    (
+        "out",
+        lambda g: torch.empty(3, 4, 8, dtype=torch.bfloat16),
+        ArgumentError,
+        "out is bf16; expected fp32",
+    ),
     ("out", lambda g: g["x"], ArgumentError, "out overlaps the memory of x.*memory of its own"),
     ("out", lambda g: g["z"], ArgumentError, "out overlaps the memory of z"),
 ]
