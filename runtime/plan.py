@@ -94,7 +94,7 @@ class Variant:
             structure_key, tile_key = key.split("/")
             structure = Structure(*structure_key.split("."))
             letters, values = zip(*((part[0], int(part[1:])) for part in tile_key.split(".")), strict=True)
-            tile = Tile(*values[:-1], evict_first=bool(values[-1]))
+            tile = Tile(*values[:-1], evict_first=bool(values[-1]))  # type: ignore[misc]
             variant = cls(structure, tile)
         except (ValueError, TypeError) as error:
             raise SpecError(f"'{key}' is not a variant key") from error
