@@ -463,8 +463,8 @@ def _tensor(
         )
     if tensor.dtype not in dtypes:
         raise ArgumentError(
-            f"{op}: {name} is {_name(tensor.dtype)}; expected {' or '.join(map(_name, dtypes))}; convert it once, "
-            "outside the step"
+            f"{op}: {name} is {_name(tensor.dtype)}; expected {' or '.join(map(_name, dtypes))}; convert it "
+            "once, outside the step"
         )
     if tensor.device != like.device:
         raise ArgumentError(
@@ -479,8 +479,8 @@ def _tensor(
         size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise ArgumentError(
-            f"{op}: {name} is written, but an expanded dimension (strides {tuple(tensor.stride())}) makes elements "
-            "share memory; pass a tensor with memory for every element"
+            f"{op}: {name} is written, but an expanded dimension (strides {tuple(tensor.stride())}) makes "
+            "elements share memory; pass a tensor with memory for every element"
         )
     return tensor
 

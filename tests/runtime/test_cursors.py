@@ -36,13 +36,16 @@ def test_appends_never_meet_live_entries(ring: tuple[int, int, int, int, int], a
         begin, held = int(start), int(length)
         live = {(begin + j) % capacity for j in range(held)}
         appended = {(begin + held + t) % capacity for t in range(num_tokens)}
-        assert len(live) == held and len(appended) == num_tokens and not live & appended
+        assert len(live) == held
+        assert len(appended) == num_tokens
+        assert not live & appended
         kept = min(accepted, num_tokens)
         ops.commit(
             torch.tensor([kept]), ring_start=start, ring_len=length, slot_index=slot,
             window=window, num_tokens=num_tokens, capacity=capacity,
         )  # fmt: skip
-        assert 0 <= int(start) < capacity and 0 <= int(length) <= window
+        assert 0 <= int(start) < capacity
+        assert 0 <= int(length) <= window
         after = [(int(start) + j) % capacity for j in range(int(length))]
         old = [] if held + num_tokens > window else [(begin + j) % capacity for j in range(held)]
         assert after == old + [(begin + held + t) % capacity for t in range(kept)]
@@ -64,12 +67,15 @@ def test_a_step_appends_behind_any_ring(window: int, spare: int, data: st.DataOb
     before = ring_x.clone()
     state = torch.ones(1, 1, 2, 3)
     y = ops.mamba2_step(
-        torch.full((1, 1, 2), 7.0), torch.zeros(1, 1), -torch.ones(1), torch.ones(1, 1, 3), torch.ones(1, 1, 3),
+        torch.full((1, 1, 2), 7.0), torch.zeros(1, 1), -torch.ones(1),
+        torch.ones(1, 1, 3), torch.ones(1, 1, 3),
         state=state, ring_x=ring_x, ring_b=ring_b, ring_decay=ring_decay,
-        ring_start=torch.tensor([start], dtype=torch.int32), ring_len=torch.tensor([length], dtype=torch.int32),
+        ring_start=torch.tensor([start], dtype=torch.int32),
+        ring_len=torch.tensor([length], dtype=torch.int32),
         slot_index=torch.zeros(1, dtype=torch.int32), window=window,
     )  # fmt: skip
-    assert y.isfinite().all() and state.isfinite().all()
+    assert y.isfinite().all()
+    assert state.isfinite().all()
     append = (start + length) % capacity
     expected = before.clone()
     expected[:, :, append] = 7.0
@@ -148,17 +154,20 @@ def test_drained_moves_past_the_ring() -> None:
     start = torch.tensor([3, 4, 0, 2], dtype=torch.int32)
     length = torch.tensor([2, 3, 0, 4], dtype=torch.int32)
     ops.drained(torch.tensor([1, 3, -1, 0]), ring_start=start, ring_len=length, capacity=5, null_slot=0)
-    assert start.tolist() == [3, 2, 0, 1] and length.tolist() == [2, 0, 0, 0]
+    assert start.tolist() == [3, 2, 0, 1]
+    assert length.tolist() == [2, 0, 0, 0]
 
 
 def test_commit_clamps_and_skips_padding() -> None:
     start = torch.tensor([4, 1, 2, 0], dtype=torch.int32)
     length = torch.tensor([4, 1, 2, 3], dtype=torch.int32)
     ops.commit(
-        torch.tensor([9, 9, -3, 9]), ring_start=start, ring_len=length, slot_index=torch.tensor([0, -1, 2, 3]),
+        torch.tensor([9, 9, -3, 9]), ring_start=start, ring_len=length,
+        slot_index=torch.tensor([0, -1, 2, 3]),
         window=4, capacity=5, null_slot=3,
     )  # fmt: skip
-    assert start.tolist() == [3, 1, 2, 0] and length.tolist() == [1, 1, 2, 3]
+    assert start.tolist() == [3, 1, 2, 0]
+    assert length.tolist() == [1, 1, 2, 3]
 
 
 INTERPRETED = """
@@ -184,6 +193,7 @@ torch.save(result, folder + "/out.pt")
 """
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("null_slot", "num_tokens"), [(-1, 1), (0, 2)])
 def test_cursor_kernels_match_the_reference(

@@ -76,7 +76,13 @@ def test_fp32_bound_catches_tf32(driver: Any, op: str) -> None:
 
 
 def test_large_state_with_small_updates_keeps_fp32(driver: Any, op: str) -> None:
-    options: dict[str, Any] = dict(heads=4, steps=30, state_scale=4096.0, rates=(0.01, 0.1), attend=1.0)
+    options: dict[str, Any] = {
+        "heads": 4,
+        "steps": 30,
+        "state_scale": 4096.0,
+        "rates": (0.01, 0.1),
+        "attend": 1.0,
+    }
     fp32 = driver.make_spec(op, activation_dtype="bf16", ring_dtype="bf16", has_d=False)
     bf16 = driver.make_spec(op, activation_dtype="bf16", ring_dtype="bf16", has_d=False, state_dtype="bf16")
     wide, narrow = driver.run(Trajectory(fp32, **options)), driver.run(Trajectory(bf16, **options))
@@ -107,14 +113,15 @@ def test_step_sizes_at_the_ends_of_softplus(op: str, bias: float | None) -> None
     dt_bias = None if bias is None else torch.full((heads,), bias)
     x, B, C = torch.ones(1, heads, 1), torch.ones(1, 1, 1), torch.ones(1, 1, 1)
     state = torch.zeros(1, heads, 1, 1)
-    common = dict(state=state, slot_index=torch.zeros(1, dtype=torch.int32), dt_bias=dt_bias)
+    common = {"state": state, "slot_index": torch.zeros(1, dtype=torch.int32), "dt_bias": dt_bias}
     A = -torch.ones(heads)
     if op == "native_step":
         y = ops.mamba2_native_step(x, dt, A, B, C, **common)  # type: ignore[arg-type]
     else:
         y = ops.mamba2_step(
             x, dt, A, B, C, **common, window=1,  # type: ignore[arg-type]
-            ring_x=torch.zeros(1, heads, 2, 1), ring_b=torch.zeros(1, 1, 2, 1), ring_decay=torch.zeros(1, heads, 2),
+            ring_x=torch.zeros(1, heads, 2, 1), ring_b=torch.zeros(1, 1, 2, 1),
+            ring_decay=torch.zeros(1, heads, 2),
             ring_start=torch.zeros(1, dtype=torch.int32), ring_len=torch.zeros(1, dtype=torch.int32),
         )  # fmt: skip
     # Of an empty state, y is delta itself.
@@ -171,7 +178,8 @@ def test_same_memory_gives_the_same_bits(driver: Any, op: str) -> None:
         out = driver.launch(scene, pool, step)
         results.append((out.view(torch.int16), pool.storage))
     for out, storage in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(storage, results[0][1])
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(storage, results[0][1])
 
 
 def test_no_rows(driver: Any, op: str) -> None:

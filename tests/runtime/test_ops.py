@@ -11,6 +11,7 @@ import torch
 from replayssm_tune.runtime import checks, ops
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.trajectory import Trajectory
 
 HEADS, GROUPS, ROWS, SLOTS, WINDOW = 4, 2, 3, 6, 4
 
@@ -25,18 +26,18 @@ def arguments(op: str = "step", seed: int = 0, rows: int = ROWS, **changes: Any)
     spec = Spec("mamba2", "step", 8, 16, HEADS // GROUPS, WINDOW, activation_dtype="fp32", ring_dtype="fp32")
     cache = ops.make_cache(spec, SLOTS, HEADS, GROUPS, "cpu")
     cache.state.copy_(randn(*cache.state.shape))
-    given: dict[str, Any] = dict(
-        x=randn(rows, HEADS, 8),
-        dt=randn(rows, HEADS),
-        A=-randn(HEADS).exp(),
-        B=randn(rows, GROUPS, 16),
-        C=randn(rows, GROUPS, 16),
-        D=randn(HEADS),
-        z=randn(rows, HEADS, 8),
-        dt_bias=randn(HEADS),
-        state=cache.state,
-        slot_index=torch.randperm(SLOTS, generator=g)[:rows].int(),
-    )
+    given: dict[str, Any] = {
+        "x": randn(rows, HEADS, 8),
+        "dt": randn(rows, HEADS),
+        "A": -randn(HEADS).exp(),
+        "B": randn(rows, GROUPS, 16),
+        "C": randn(rows, GROUPS, 16),
+        "D": randn(HEADS),
+        "z": randn(rows, HEADS, 8),
+        "dt_bias": randn(HEADS),
+        "state": cache.state,
+        "slot_index": torch.randperm(SLOTS, generator=g)[:rows].int(),
+    }
     if op == "step":
         rings = ("ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
         given |= {name: getattr(cache, name) for name in rings} | {"window": WINDOW}
@@ -123,7 +124,8 @@ def test_compiled_function_takes_out(op: str) -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     given = arguments(op, out=torch.empty(ROWS, HEADS, 8))
     y = compiled(op, given)
-    assert torch.equal(given["out"], y) and torch.equal(y, call(op, arguments(op)))
+    assert torch.equal(given["out"], y)
+    assert torch.equal(y, call(op, arguments(op)))
 
 
 def test_compiled_strided_caches_keep_their_gaps(op: str) -> None:
@@ -137,6 +139,42 @@ def test_compiled_strided_caches_keep_their_gaps(op: str) -> None:
     call(op, expected)
     assert torch.equal(padded[..., :16], expected["state"])
     assert padded[..., 16:].isnan().all()
+
+
+def one_pool(given: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The arguments with bf16 activations, caches one after the other in one byte pool."""
+    halves = ("x", "B", "C", "z", "ring_x", "ring_b")
+    given = given | {name: given[name].bfloat16() for name in halves}
+    storage, offset = torch.zeros(1 << 16, dtype=torch.uint8), 0
+    for name in ("state", "ring_x", "ring_b", "ring_decay"):
+        cache = given[name]
+        size = cache.numel() * cache.element_size()
+        given[name] = storage[offset : offset + size].view(cache.dtype).view(cache.shape).copy_(cache)
+        offset += size
+    return storage, given
+
+
+def test_compiled_regions_of_one_byte_pool_are_written() -> None:
+    """Views of different dtypes that lie one after the other in a pool."""
+    torch._dynamo.reset()
+    (expected, eager), (storage, traced) = one_pool(arguments()), one_pool(arguments())
+    y = torch.compile(call, fullgraph=True, backend="aot_eager")("step", traced)
+    assert torch.equal(y, call("step", eager))
+    assert torch.equal(storage, expected)
+
+
+def test_compiled_interleaved_views_of_one_byte_pool_are_refused(driver: Any) -> None:
+    """Torch cannot mutate them in a compiled function and says so: nothing is lost in silence."""
+    torch._dynamo.reset()
+    spec = driver.make_spec(activation_dtype="bf16", ring_dtype="bf16")
+    scene = Trajectory(spec, heads=2, steps=1)
+    pool = scene.pool()
+    (step,) = scene
+    before = pool.storage.clone()
+    compiled = torch.compile(driver.launch, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="mutations on views with different dtypes"):
+        compiled(scene, pool, step)
+    assert torch.equal(pool.storage, before)
 
 
 def test_direct_call_equals_the_operator(op: str) -> None:
@@ -269,7 +307,7 @@ def test_large_head_dims_and_batches_are_refused(op: str) -> None:
 
 def test_bad_arguments_are_told_under_compile(op: str) -> None:
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="4 heads .* cannot be divided among 3 groups"):
+    with pytest.raises(Exception, match=r"4 heads .* cannot be divided among 3 groups"):
         torch.compile(call, fullgraph=True, backend="aot_eager")(op, arguments(op, B=torch.zeros(3, 3, 16)))
 
 
@@ -287,10 +325,10 @@ def test_bad_arguments_are_told_under_compile(op: str) -> None:
 )
 def test_bad_commits(changes: dict[str, Any], message: str) -> None:
     cursor = torch.zeros(6, dtype=torch.int32)
-    good = dict(
-        accepted=torch.ones(3, dtype=torch.int32), ring_start=cursor, ring_len=cursor.clone(),
-        slot_index=torch.tensor([0, 1, -1]), window=4, capacity=5,
-    )  # fmt: skip
+    good = {
+        "accepted": torch.ones(3, dtype=torch.int32), "ring_start": cursor, "ring_len": cursor.clone(),
+        "slot_index": torch.tensor([0, 1, -1]), "window": 4, "capacity": 5,
+    }  # fmt: skip
     ops.commit(**good)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=message):
         ops.commit(**(good | changes))  # type: ignore[arg-type]
@@ -310,7 +348,8 @@ def test_signature_says_what_a_launcher_needs() -> None:
     assert signature is checks.step_signature(*positional("step", given | arguments(seed=3))[:18])
     assert signature.spec.key == "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs"
     assert (signature.rows, signature.heads, signature.effective_batch) == (ROWS, HEADS, ROWS * HEADS)
-    assert signature.strides["ring_x"] == (4 * 5 * 8, 5 * 8, 8, 1) and signature.dtypes["slot_index"] == "i32"
+    assert signature.strides["ring_x"] == (4 * 5 * 8, 5 * 8, 8, 1)
+    assert signature.dtypes["slot_index"] == "i32"
 
 
 def test_the_plain_guard_serves_tensors_passed_twice(op: str) -> None:
@@ -333,7 +372,8 @@ def test_cache_and_its_bytes() -> None:
     cache = ops.make_cache(spec, 3, 96, 8, "cpu")
     tensors = [cache.state, cache.ring_x, cache.ring_b, cache.ring_decay]
     assert sum(t.numel() * t.element_size() for t in tensors) == 3 * ops.bytes_per_slot(spec, 96, 8)
-    assert cache.capacity == 17 and ops.make_cache(spec.native, 3, 96, 8, "cpu").capacity == 0
+    assert cache.capacity == 17
+    assert ops.make_cache(spec.native, 3, 96, 8, "cpu").capacity == 0
     assert ops.bytes_per_slot(spec.native, 96, 8) == 96 * 80 * 128 * 4
     assert ops.bytes_per_slot(spec, 96, 8, capacity=18) > ops.bytes_per_slot(spec, 96, 8)
     with pytest.raises(ArgumentError, match="95 heads in 8 groups do not fit"):

@@ -28,7 +28,9 @@ def test_pool_is_poisoned_strided_and_disjoint(gap_bytes: int, dtypes: tuple[str
     assert [tuple(v.shape) for v in views.values()] == [(5, 4, 6, 10), (5, 4, 4, 6), (5, 2, 4, 10), (5, 4, 4)]
     assert pool.capacity == 4
     for view in views.values():
-        assert view.isnan().all() and view.stride(-1) == 1 and not view.is_contiguous()
+        assert view.isnan().all()
+        assert view.stride(-1) == 1
+        assert not view.is_contiguous()
         assert view.untyped_storage().data_ptr() == pool.storage.data_ptr()
     # Writing every element of every cache writes each byte at most once and leaves gaps.
     count = torch.zeros_like(pool.storage)
@@ -57,7 +59,9 @@ def test_writable_bytes() -> None:
 
 def test_pool_of_native_spec_has_no_rings() -> None:
     pool = make_pool(SPEC.native, 3, 4, 2)
-    assert pool.capacity == 0 and pool.ring_x.numel() == 0 and pool.state.shape == (3, 4, 6, 10)
+    assert pool.capacity == 0
+    assert pool.ring_x.numel() == 0
+    assert pool.state.shape == (3, 4, 6, 10)
 
 
 @pytest.mark.parametrize("op", ["step", "native_step"])
@@ -85,19 +89,23 @@ def test_trajectory_covers_what_the_gate_asks_for() -> None:
         padded = torch.ones(scene.rows, dtype=torch.bool)
         padded[step.live] = False
         seen_padding |= set(step.slot_index[padded].tolist())
-        assert step.x[padded].isnan().all() and step.x[step.live].isfinite().all()
+        assert step.x[padded].isnan().all()
+        assert step.x[step.live].isfinite().all()
         assert len(set(step.slots.tolist())) == len(step.slots)
         assert torch.equal(step.slot_index[step.live].long(), step.slots)
         flushes.append(float(step.stores.float().mean()) if len(step.stores) else 0.0)
         wrapped |= bool((step.append == 0).any())
         orders.add(tuple(step.slots.tolist()))
-        assert len(step.stored) == int(step.stores.sum()) and step.y.shape[0] == len(step.live)
+        assert len(step.stored) == int(step.stores.sum())
+        assert step.y.shape[0] == len(step.live)
         for slot, stores in zip(step.slots.tolist(), step.stores.tolist(), strict=True):
             assert stores == (previous[slot] + 1 > SPEC.window)
         kept = step.accepted[step.live].tolist()
         for slot, stores, accepted in zip(step.slots.tolist(), step.stores.tolist(), kept, strict=True):
             previous[slot] = accepted + (0 if stores else previous[slot])
-    assert seen_padding == {-1, 2} and wrapped and len(orders) > 30
+    assert seen_padding == {-1, 2}
+    assert wrapped
+    assert len(orders) > 30
     assert any(0 < share < 1 for share in flushes)
 
 
@@ -111,7 +119,8 @@ def test_all_rows_in_one_branch(ring_len: int) -> None:
 def test_step_sizes_lie_in_their_range() -> None:
     scene = Trajectory(SPEC, heads=2, steps=20, deltas=(1e-2, 1.0))
     deltas: Any = torch.cat([step.delta.flatten() for step in scene])
-    assert deltas.min() > 0.9e-2 and deltas.max() < 1.1
+    assert deltas.min() > 0.9e-2
+    assert deltas.max() < 1.1
 
 
 def test_relative_rms() -> None:
