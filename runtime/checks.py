@@ -7,7 +7,6 @@ strides) stands in the :class:`Signature`, so that it is worked out once as well
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -358,7 +357,6 @@ _OVERLAP: Final = (
 )
 
 
-@functools.cache
 def _spec(
     op: str,
     head_dim: int,
@@ -373,13 +371,14 @@ def _spec(
     has_dt_bias: bool,
     dt_softplus: bool,
 ) -> Spec:
+    # int(): symbolic sizes that are baked into a kernel are made concrete.
     return Spec(
         family="mamba2",
         op=op,
-        head_dim=head_dim,
-        state_size=state_size,
-        heads_per_group=heads_per_group,
-        window=window,
+        head_dim=int(head_dim),
+        state_size=int(state_size),
+        heads_per_group=int(heads_per_group),
+        window=int(window),
         activation_dtype=_name(activation),
         state_dtype=_name(state),
         ring_dtype=_name(ring),
@@ -464,8 +463,8 @@ def _tensor(
         )
     if tensor.dtype not in dtypes:
         raise ArgumentError(
-            f"{op}: {name} is {_name(tensor.dtype)}; expected {' or '.join(map(_name, dtypes))}; convert it once, "
-            "outside the step"
+            f"{op}: {name} is {_name(tensor.dtype)}; expected {' or '.join(map(_name, dtypes))}; convert it "
+            "once, outside the step"
         )
     if tensor.device != like.device:
         raise ArgumentError(
@@ -480,8 +479,8 @@ def _tensor(
         size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise ArgumentError(
-            f"{op}: {name} is written, but an expanded dimension (strides {tuple(tensor.stride())}) makes elements "
-            "share memory; pass a tensor with memory for every element"
+            f"{op}: {name} is written, but an expanded dimension (strides {tuple(tensor.stride())}) makes "
+            "elements share memory; pass a tensor with memory for every element"
         )
     return tensor
 

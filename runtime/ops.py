@@ -8,6 +8,10 @@ than all checks together.
 Ops have no gradient. Tensors that require one are refused under grad mode; decode under
 ``torch.no_grad()`` or ``torch.inference_mode()``.
 
+Under ``torch.compile`` pass caches as separate tensors, strided as they like, or as views of disjoint
+regions of one pool. Views of different dtypes that interleave in one byte pool are refused there by
+torch; eager calls and CUDA graphs take them.
+
 Row contract: ``slot_index`` names each row's slot, -1 (any negative number) or ``null_slot`` marks
 padding. No slot may occur twice among the live rows of one call, and slots are not range-checked on a
 GPU. A step must not be run twice on the same slots without the ``commit`` in between.
@@ -414,7 +418,10 @@ def _fake_drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity:
     checks.check_cursors_in_full("drained", slots, ring_start, ring_len, None, 1, 1, capacity)
 
 
-_INPUTS: Final = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(a!) state"
+_INPUTS: Final = (
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "Tensor(a!) state"
+)
 _library_type: Any = torch.library.Library
 _LIBRARY: Final = _library_type(NAMESPACE, "FRAGMENT")
 
@@ -439,7 +446,8 @@ _STEP = _register(
     _fake_step,
 )
 _NATIVE_STEP = _register(
-    f"mamba2_native_step({_INPUTS}, Tensor slot_index, Tensor(b!) out, bool dt_softplus, int null_slot) -> ()",
+    f"mamba2_native_step({_INPUTS}, Tensor slot_index, Tensor(b!) out, bool dt_softplus, "
+    "int null_slot) -> ()",
     reference.mamba2_native_step,
     _cuda_native_step,
     _fake_native_step,

@@ -29,7 +29,7 @@ class Errors:
 
 
 def make_spec(op: str = "step", **changes: object) -> Spec:
-    fields: dict[str, Any] = dict(head_dim=8, state_size=16, heads_per_group=2, window=4)
+    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
     fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32"} | changes
     spec = Spec("mamba2", "step", **fields)
     return spec.native if op == "native_step" else spec
@@ -37,16 +37,16 @@ def make_spec(op: str = "step", **changes: object) -> Spec:
 
 def launch(trajectory: Trajectory, pool: Pool, step: Step, out: Tensor | None = None) -> Tensor:
     arguments = (step.x, step.dt, trajectory.A, step.B, step.C)
-    options = dict(
-        D=trajectory.D,
-        z=step.z,
-        dt_bias=trajectory.dt_bias,
-        dt_softplus=trajectory.spec.dt_softplus,
-        null_slot=trajectory.null_slot,
-        out=out,
-        state=pool.state,
-        slot_index=step.slot_index,
-    )
+    options = {
+        "D": trajectory.D,
+        "z": step.z,
+        "dt_bias": trajectory.dt_bias,
+        "dt_softplus": trajectory.spec.dt_softplus,
+        "null_slot": trajectory.null_slot,
+        "out": out,
+        "state": pool.state,
+        "slot_index": step.slot_index,
+    }
     if trajectory.spec.op == "native_step":
         return ops.mamba2_native_step(*arguments, **options)  # type: ignore[arg-type]
     return ops.mamba2_step(
@@ -89,7 +89,8 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
         assert torch.equal(out[padded], torch.zeros_like(out[padded]))
         changed = pool.storage != before
         assert not (changed & ~pool.writable(step.slots, step.stores, step.append)).any()
-        assert torch.equal(pool.ring_start, start) and torch.equal(pool.ring_len, length)
+        assert torch.equal(pool.ring_start, start)
+        assert torch.equal(pool.ring_len, length)
         if pool.capacity:
             x, B = step.x[step.live], step.B[step.live]
             assert torch.equal(pool.ring_x[step.slots, :, step.append], x.to(pool.ring_x.dtype))
@@ -102,7 +103,9 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
             by_launch.append(relative_rms(stored, step.stored))
         y = out[step.live].double()
         collected.append((y, step.y, step.ideal_y, stored, step.stored, step.ideal_stored))
-    y, expected, ideal_y, state, stored, ideal_stored = (torch.cat(part) for part in zip(*collected, strict=True))
+    y, expected, ideal_y, state, stored, ideal_stored = (
+        torch.cat(part) for part in zip(*collected, strict=True)
+    )
     return Errors(
         y=relative_rms(y, expected),
         ideal_y=relative_rms(ideal_y, expected),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from replayssm_tune.codegen.render import render_cursors
 from replayssm_tune.runtime import ops, reference
-from replayssm_tune.runtime.oracle import Oracle
 from replayssm_tune.tuner.trajectory import Trajectory, make_pool
 
 
@@ -37,13 +36,16 @@ def test_appends_never_meet_live_entries(ring: tuple[int, int, int, int, int], a
         begin, held = int(start), int(length)
         live = {(begin + j) % capacity for j in range(held)}
         appended = {(begin + held + t) % capacity for t in range(num_tokens)}
-        assert len(live) == held and len(appended) == num_tokens and not live & appended
+        assert len(live) == held
+        assert len(appended) == num_tokens
+        assert not live & appended
         kept = min(accepted, num_tokens)
         ops.commit(
             torch.tensor([kept]), ring_start=start, ring_len=length, slot_index=slot,
             window=window, num_tokens=num_tokens, capacity=capacity,
         )  # fmt: skip
-        assert 0 <= int(start) < capacity and 0 <= int(length) <= window
+        assert 0 <= int(start) < capacity
+        assert 0 <= int(length) <= window
         after = [(int(start) + j) % capacity for j in range(int(length))]
         old = [] if held + num_tokens > window else [(begin + j) % capacity for j in range(held)]
         assert after == old + [(begin + held + t) % capacity for t in range(kept)]
@@ -56,18 +58,24 @@ def test_a_step_appends_behind_any_ring(window: int, spare: int, data: st.DataOb
     capacity = window + 1 + spare
     start, length = data.draw(st.integers(0, capacity - 1)), data.draw(st.integers(0, window))
     ring_x = torch.full((1, 1, capacity, 2), float("nan"))
-    ring_b, ring_decay = torch.full((1, 1, capacity, 3), float("nan")), torch.full((1, 1, capacity), float("nan"))
+    ring_b, ring_decay = (
+        torch.full((1, 1, capacity, 3), float("nan")),
+        torch.full((1, 1, capacity), float("nan")),
+    )
     live = [(start + j) % capacity for j in range(length)]
     ring_x[:, :, live], ring_b[:, :, live], ring_decay[:, :, live] = 1.0, 2.0, 0.5
     before = ring_x.clone()
     state = torch.ones(1, 1, 2, 3)
     y = ops.mamba2_step(
-        torch.full((1, 1, 2), 7.0), torch.zeros(1, 1), -torch.ones(1), torch.ones(1, 1, 3), torch.ones(1, 1, 3),
+        torch.full((1, 1, 2), 7.0), torch.zeros(1, 1), -torch.ones(1),
+        torch.ones(1, 1, 3), torch.ones(1, 1, 3),
         state=state, ring_x=ring_x, ring_b=ring_b, ring_decay=ring_decay,
-        ring_start=torch.tensor([start], dtype=torch.int32), ring_len=torch.tensor([length], dtype=torch.int32),
+        ring_start=torch.tensor([start], dtype=torch.int32),
+        ring_len=torch.tensor([length], dtype=torch.int32),
         slot_index=torch.zeros(1, dtype=torch.int32), window=window,
     )  # fmt: skip
-    assert y.isfinite().all() and state.isfinite().all()
+    assert y.isfinite().all()
+    assert state.isfinite().all()
     append = (start + length) % capacity
     expected = before.clone()
     expected[:, :, append] = 7.0
@@ -90,7 +98,9 @@ def test_recycled_slot_starts_empty(driver: Any, fill: int) -> None:
     pool, old = scene.pool(), tenant.pool()
     pool.ring_x[:], pool.ring_b[:], pool.ring_decay[:] = old.ring_x, old.ring_b, old.ring_decay
     pool.ring_start[:], pool.ring_len[:] = old.ring_start, fill
-    ops.reset(torch.cat([scene.slot_of, torch.tensor([-1])]), ring_start=pool.ring_start, ring_len=pool.ring_len)
+    ops.reset(
+        torch.cat([scene.slot_of, torch.tensor([-1])]), ring_start=pool.ring_start, ring_len=pool.ring_len
+    )
     assert pool.ring_len[scene.slot_of].eq(0).all()
     others = torch.ones(8, dtype=torch.bool)
     others[scene.slot_of] = False
@@ -110,7 +120,7 @@ def test_first_token_after_prefill_is_kept(driver: Any, window: int) -> None:
     )
     errors = driver.run(scene)
     assert driver.passes_gate(errors)
-    assert len(errors.state_by_launch) == 2 + (window == 1) * 1 or window > 1
+    assert len(errors.state_by_launch) >= 2
 
 
 @pytest.mark.parametrize("fill", range(5))
@@ -144,17 +154,20 @@ def test_drained_moves_past_the_ring() -> None:
     start = torch.tensor([3, 4, 0, 2], dtype=torch.int32)
     length = torch.tensor([2, 3, 0, 4], dtype=torch.int32)
     ops.drained(torch.tensor([1, 3, -1, 0]), ring_start=start, ring_len=length, capacity=5, null_slot=0)
-    assert start.tolist() == [3, 2, 0, 1] and length.tolist() == [2, 0, 0, 0]
+    assert start.tolist() == [3, 2, 0, 1]
+    assert length.tolist() == [2, 0, 0, 0]
 
 
 def test_commit_clamps_and_skips_padding() -> None:
     start = torch.tensor([4, 1, 2, 0], dtype=torch.int32)
     length = torch.tensor([4, 1, 2, 3], dtype=torch.int32)
     ops.commit(
-        torch.tensor([9, 9, -3, 9]), ring_start=start, ring_len=length, slot_index=torch.tensor([0, -1, 2, 3]),
+        torch.tensor([9, 9, -3, 9]), ring_start=start, ring_len=length,
+        slot_index=torch.tensor([0, -1, 2, 3]),
         window=4, capacity=5, null_slot=3,
     )  # fmt: skip
-    assert start.tolist() == [3, 1, 2, 0] and length.tolist() == [1, 1, 2, 3]
+    assert start.tolist() == [3, 1, 2, 0]
+    assert length.tolist() == [1, 1, 2, 3]
 
 
 INTERPRETED = """
@@ -180,9 +193,12 @@ torch.save(result, folder + "/out.pt")
 """
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("null_slot", "num_tokens"), [(-1, 1), (0, 2)])
-def test_cursor_kernels_match_the_reference(tmp_path: Any, index_dtype: torch.dtype, null_slot: int, num_tokens: int) -> None:
+def test_cursor_kernels_match_the_reference(
+    tmp_path: Any, index_dtype: torch.dtype, null_slot: int, num_tokens: int
+) -> None:
     window, slots = 4, 11
     capacity = window + num_tokens
     g = torch.Generator().manual_seed(null_slot + 7)
@@ -219,16 +235,14 @@ def test_rendering_of_cursors_is_deterministic() -> None:
     compile(source, "cursors.py", "exec")
 
 
-def test_rejected_token_is_forgotten(driver: Any) -> None:
-    """The same trajectory with and without a rejected token in between."""
-    scene = Trajectory(driver.make_spec(), heads=2, sequences=2, padded_rows=0, attend=1.0, accept=0.0, steps=3)
+def test_rejected_tokens_leave_the_length(driver: Any) -> None:
+    scene = Trajectory(
+        driver.make_spec(), heads=2, sequences=2, padded_rows=0, attend=1.0, accept=0.0, steps=3
+    )
     pool = scene.pool()
     lengths = pool.ring_len.clone()
-    oracle = Oracle(pool.state[scene.slot_of], scene.A, D=scene.D, dt_bias=scene.dt_bias)
-    assert oracle.state.isfinite().all()
     for step in scene:
-        flushing = step.slots[step.stores]
         driver.launch(scene, pool, step)
         driver.commit(scene, pool, step)
-        lengths[flushing] = 0
+        lengths[step.slots[step.stores]] = 0
         assert torch.equal(pool.ring_len, lengths)

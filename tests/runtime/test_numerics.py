@@ -45,7 +45,9 @@ def test_optional_inputs(
     assert driver.passes_gate(driver.run(scene))
 
 
-@pytest.mark.parametrize(("head_dim", "state_size"), [(80, 128), (48, 96), (96, 64), (5, 256), (256, 7), (1, 1)])
+@pytest.mark.parametrize(
+    ("head_dim", "state_size"), [(80, 128), (48, 96), (96, 64), (5, 256), (256, 7), (1, 1)]
+)
 def test_red_zones_of_odd_shapes(driver: Any, op: str, head_dim: int, state_size: int) -> None:
     spec = driver.make_spec(op, head_dim=head_dim, state_size=state_size, heads_per_group=1)
     scene = Trajectory(spec, heads=2, sequences=3, steps=7, gap_bytes=4)
@@ -56,7 +58,9 @@ def test_red_zones_of_odd_shapes(driver: Any, op: str, head_dim: int, state_size
 @pytest.mark.parametrize("spare", [0, 3])
 def test_windows_and_capacities(driver: Any, window: int, spare: int) -> None:
     spec = driver.make_spec(window=window)
-    scene = Trajectory(spec, heads=2, sequences=3, steps=2 * window + 8, capacity=window + 1 + spare, accept=0.9)
+    scene = Trajectory(
+        spec, heads=2, sequences=3, steps=2 * window + 8, capacity=window + 1 + spare, accept=0.9
+    )
     errors = driver.run(scene)
     assert driver.passes_gate(errors)
     assert errors.state_by_launch
@@ -72,7 +76,13 @@ def test_fp32_bound_catches_tf32(driver: Any, op: str) -> None:
 
 
 def test_large_state_with_small_updates_keeps_fp32(driver: Any, op: str) -> None:
-    options: dict[str, Any] = dict(heads=4, steps=30, state_scale=4096.0, rates=(0.01, 0.1), attend=1.0)
+    options: dict[str, Any] = {
+        "heads": 4,
+        "steps": 30,
+        "state_scale": 4096.0,
+        "rates": (0.01, 0.1),
+        "attend": 1.0,
+    }
     fp32 = driver.make_spec(op, activation_dtype="bf16", ring_dtype="bf16", has_d=False)
     bf16 = driver.make_spec(op, activation_dtype="bf16", ring_dtype="bf16", has_d=False, state_dtype="bf16")
     wide, narrow = driver.run(Trajectory(fp32, **options)), driver.run(Trajectory(bf16, **options))
@@ -103,19 +113,22 @@ def test_step_sizes_at_the_ends_of_softplus(op: str, bias: float | None) -> None
     dt_bias = None if bias is None else torch.full((heads,), bias)
     x, B, C = torch.ones(1, heads, 1), torch.ones(1, 1, 1), torch.ones(1, 1, 1)
     state = torch.zeros(1, heads, 1, 1)
-    common = dict(state=state, slot_index=torch.zeros(1, dtype=torch.int32), dt_bias=dt_bias)
+    common = {"state": state, "slot_index": torch.zeros(1, dtype=torch.int32), "dt_bias": dt_bias}
     A = -torch.ones(heads)
     if op == "native_step":
         y = ops.mamba2_native_step(x, dt, A, B, C, **common)  # type: ignore[arg-type]
     else:
         y = ops.mamba2_step(
             x, dt, A, B, C, **common, window=1,  # type: ignore[arg-type]
-            ring_x=torch.zeros(1, heads, 2, 1), ring_b=torch.zeros(1, 1, 2, 1), ring_decay=torch.zeros(1, heads, 2),
+            ring_x=torch.zeros(1, heads, 2, 1), ring_b=torch.zeros(1, 1, 2, 1),
+            ring_decay=torch.zeros(1, heads, 2),
             ring_start=torch.zeros(1, dtype=torch.int32), ring_len=torch.zeros(1, dtype=torch.int32),
         )  # fmt: skip
     # Of an empty state, y is delta itself.
     exact = [max(v, 0.0) + math.log1p(math.exp(-abs(v))) for v in (dt + (bias or 0.0))[0].double().tolist()]
-    torch.testing.assert_close(y[0, :, 0].double(), torch.tensor(exact, dtype=torch.float64), rtol=2e-6, atol=1e-44)
+    torch.testing.assert_close(
+        y[0, :, 0].double(), torch.tensor(exact, dtype=torch.float64), rtol=2e-6, atol=1e-44
+    )
 
 
 def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, op: str) -> None:
@@ -131,7 +144,9 @@ def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, op
 @pytest.mark.parametrize("live", [0, 1, 3, 6])
 def test_padded_rows_touch_nothing(driver: Any, op: str, live: int) -> None:
     """Rows beyond the live ones hold stale inputs; both sentinels mark them."""
-    scene = Trajectory(driver.make_spec(op), heads=2, sequences=6, padded_rows=0, attend=1.0, null_slot=0, steps=1)
+    scene = Trajectory(
+        driver.make_spec(op), heads=2, sequences=6, padded_rows=0, attend=1.0, null_slot=0, steps=1
+    )
     pool = scene.pool()
     (step,) = scene
     step.slot_index[live:] = torch.tensor([-1, 0] * 3)[: 6 - live]
@@ -163,14 +178,17 @@ def test_same_memory_gives_the_same_bits(driver: Any, op: str) -> None:
         out = driver.launch(scene, pool, step)
         results.append((out.view(torch.int16), pool.storage))
     for out, storage in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(storage, results[0][1])
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(storage, results[0][1])
 
 
 def test_no_rows(driver: Any, op: str) -> None:
     scene = Trajectory(driver.make_spec(op), heads=2, sequences=1, padded_rows=0, steps=1)
     pool = scene.pool()
     (step,) = scene
-    empty = type(step)(**{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index")}})
+    empty = type(step)(
+        **{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index")}}
+    )
     before = pool.storage.clone()
     assert driver.launch(scene, pool, empty).shape == (0, 2, 8)
     assert torch.equal(pool.storage, before)

@@ -112,7 +112,7 @@ def test_softplus_is_accurate_and_finite(value: float, dtype: torch.dtype, bound
 
 def test_ideal_without_rounding_is_the_oracle(golden: dict[str, torch.Tensor], driver: Any) -> None:
     spec = driver.make_spec(head_dim=16, state_size=32)
-    kept = {"D": golden["D"], "dt_bias": golden["dt_bias"]}
+    kept: dict[str, Any] = {"D": golden["D"], "dt_bias": golden["dt_bias"]}
     oracle = Oracle(golden["state0"], golden["A"], **kept)
     ideal = Ideal(golden["state0"], golden["A"], spec=spec, **kept)
     for step, token, rows in accepted_tokens(golden):

@@ -1,0 +1,383 @@
+"""The ops' surface: registration, compilation, direct calls, and what bad arguments are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from replayssm_tune.runtime import checks, ops
+from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.trajectory import Trajectory
+
+HEADS, GROUPS, ROWS, SLOTS, WINDOW = 4, 2, 3, 6, 4
+
+
+def arguments(op: str = "step", seed: int = 0, rows: int = ROWS, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of a legal call, all optional inputs given."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    spec = Spec("mamba2", "step", 8, 16, HEADS // GROUPS, WINDOW, activation_dtype="fp32", ring_dtype="fp32")
+    cache = ops.make_cache(spec, SLOTS, HEADS, GROUPS, "cpu")
+    cache.state.copy_(randn(*cache.state.shape))
+    given: dict[str, Any] = {
+        "x": randn(rows, HEADS, 8),
+        "dt": randn(rows, HEADS),
+        "A": -randn(HEADS).exp(),
+        "B": randn(rows, GROUPS, 16),
+        "C": randn(rows, GROUPS, 16),
+        "D": randn(HEADS),
+        "z": randn(rows, HEADS, 8),
+        "dt_bias": randn(HEADS),
+        "state": cache.state,
+        "slot_index": torch.randperm(SLOTS, generator=g)[:rows].int(),
+    }
+    if op == "step":
+        rings = ("ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
+        given |= {name: getattr(cache, name) for name in rings} | {"window": WINDOW}
+        cache.ring_len.copy_(torch.tensor([0, 4, 0, 4, 0, 4]))
+    return given | changes
+
+
+def call(op: str, given: dict[str, Any]) -> torch.Tensor:
+    return ops.mamba2_step(**given) if op == "step" else ops.mamba2_native_step(**given)
+
+
+def overload(op: str) -> Any:
+    return (
+        getattr(torch.ops, ops.NAMESPACE).mamba2_step.default
+        if op == "step"
+        else (getattr(torch.ops, ops.NAMESPACE).mamba2_native_step.default)
+    )
+
+
+def positional(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments in the order of the operator's schema."""
+    full = {"dt_softplus": True, "null_slot": -1, "out": torch.empty_like(given["x"])} | given
+    return tuple(full[argument.name] for argument in overload(op)._schema.arguments)
+
+
+def test_namespace_is_the_package() -> None:
+    assert ops.NAMESPACE == "replayssm_tune"
+
+
+def test_mutation_lists_are_exact() -> None:
+    def written(name: str) -> set[str]:
+        schema = getattr(getattr(torch.ops, ops.NAMESPACE), name).default._schema
+        return {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+    assert written("mamba2_step") == {"state", "ring_x", "ring_b", "ring_decay", "out"}
+    assert written("mamba2_native_step") == {"state", "out"}
+    for name in ("commit", "reset", "drained"):
+        assert written(name) == {"ring_start", "ring_len"}
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_opcheck(op: str, optional: bool) -> None:
+    given = arguments(op)
+    if not optional:
+        given |= {"D": None, "z": None, "dt_bias": None}
+    torch.library.opcheck(overload(op), positional(op, given))
+
+
+def test_opcheck_of_cursor_ops() -> None:
+    start, length = torch.zeros(6, dtype=torch.int32), torch.full((6,), 4, dtype=torch.int32)
+    slots = torch.tensor([1, -1, 3])
+    namespace = getattr(torch.ops, ops.NAMESPACE)
+    torch.library.opcheck(
+        namespace.commit.default, (torch.ones(3, dtype=torch.int32), start, length, slots, 4, 1, 5, -1)
+    )
+    torch.library.opcheck(namespace.reset.default, (slots, start, length, -1))
+    torch.library.opcheck(namespace.drained.default, (slots, start, length, 5, -1))
+
+
+def step_and_commit(op: str, given: dict[str, Any]) -> torch.Tensor:
+    y = call(op, given) * 2
+    if op == "step":
+        cursors = {name: given[name] for name in ("ring_start", "ring_len", "slot_index", "window")}
+        ops.commit(torch.ones_like(given["slot_index"]), capacity=given["ring_x"].shape[2], **cursors)
+    return y
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_one_graph(op: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(step_and_commit, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (3, 5, 2) if dynamic else (3,):
+        eager, traced = arguments(op, rows=rows), arguments(op, rows=rows)
+        assert torch.equal(compiled(op, traced), step_and_commit(op, eager))
+        for name, value in eager.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(traced[name], value), name
+    if op == "step":
+        assert bool((eager["ring_len"] != arguments(op, rows=rows)["ring_len"]).any())
+
+
+def test_compiled_function_takes_out(op: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    given = arguments(op, out=torch.empty(ROWS, HEADS, 8))
+    y = compiled(op, given)
+    assert torch.equal(given["out"], y)
+    assert torch.equal(y, call(op, arguments(op)))
+
+
+def test_compiled_strided_caches_keep_their_gaps(op: str) -> None:
+    """Separate strided tensors are a supported way of passing caches to a compiled function."""
+    torch._dynamo.reset()
+    padded = torch.full((SLOTS, HEADS, 8, 20), torch.nan)
+    given, expected = arguments(op), arguments(op)
+    padded[..., :16] = given["state"]
+    given["state"] = padded[..., :16]
+    torch.compile(call, fullgraph=True, backend="aot_eager")(op, given)
+    call(op, expected)
+    assert torch.equal(padded[..., :16], expected["state"])
+    assert padded[..., 16:].isnan().all()
+
+
+def one_pool(given: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The arguments with bf16 activations, caches one after the other in one byte pool."""
+    halves = ("x", "B", "C", "z", "ring_x", "ring_b")
+    given = given | {name: given[name].bfloat16() for name in halves}
+    storage, offset = torch.zeros(1 << 16, dtype=torch.uint8), 0
+    for name in ("state", "ring_x", "ring_b", "ring_decay"):
+        cache = given[name]
+        size = cache.numel() * cache.element_size()
+        given[name] = storage[offset : offset + size].view(cache.dtype).view(cache.shape).copy_(cache)
+        offset += size
+    return storage, given
+
+
+def test_compiled_regions_of_one_byte_pool_are_written() -> None:
+    """Views of different dtypes that lie one after the other in a pool."""
+    torch._dynamo.reset()
+    (expected, eager), (storage, traced) = one_pool(arguments()), one_pool(arguments())
+    y = torch.compile(call, fullgraph=True, backend="aot_eager")("step", traced)
+    assert torch.equal(y, call("step", eager))
+    assert torch.equal(storage, expected)
+
+
+def test_compiled_interleaved_views_of_one_byte_pool_are_refused(driver: Any) -> None:
+    """Torch cannot mutate them in a compiled function and says so: nothing is lost in silence."""
+    torch._dynamo.reset()
+    spec = driver.make_spec(activation_dtype="bf16", ring_dtype="bf16")
+    scene = Trajectory(spec, heads=2, steps=1)
+    pool = scene.pool()
+    (step,) = scene
+    before = pool.storage.clone()
+    compiled = torch.compile(driver.launch, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="mutations on views with different dtypes"):
+        compiled(scene, pool, step)
+    assert torch.equal(pool.storage, before)
+
+
+def test_direct_call_equals_the_operator(op: str) -> None:
+    direct, dispatched = arguments(op), arguments(op)
+    y = call(op, direct)
+    ordered = positional(op, dispatched)
+    overload(op)(*ordered)
+    out = ordered[[a.name for a in overload(op)._schema.arguments].index("out")]
+    assert torch.equal(y, out)
+    assert all(torch.equal(direct[n], dispatched[n]) for n in direct if isinstance(direct[n], torch.Tensor))
+
+
+def test_modes_and_subclasses_see_the_operator(op: str) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        call(op, arguments(op))
+    assert any(name.startswith(f"{ops.NAMESPACE}.mamba2_") for name in seen)
+
+
+def test_gradients_are_refused_unless_switched_off(op: str) -> None:
+    given = arguments(op)
+    given["D"] = torch.nn.Parameter(given["D"])
+    with pytest.raises(ArgumentError, match=r"D requires a gradient.*no_grad"):
+        call(op, given)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert call(op, given).isfinite().all()
+    with pytest.raises(ArgumentError, match="D requires a gradient"):
+        call(op, given)
+
+
+def fp64(given: dict[str, Any], name: str) -> torch.Tensor:
+    tensor: torch.Tensor = given[name]
+    return tensor.double()
+
+
+BAD: list[tuple[str, Any, type[ReplayError], str]] = [
+    ("x", lambda g: g["x"][0], ArgumentError, r"x has shape \(4, 8\).*rows, heads, head_dim"),
+    ("x", lambda g: fp64(g, "x"), SpecError, "activation_dtype 'float64'"),
+    ("dt", lambda g: g["dt"][:, :2], ArgumentError, r"dt has shape \(3, 2\); expected \(3, 4\)"),
+    ("dt", lambda g: fp64(g, "dt"), ArgumentError, "dt is float64; expected fp32 or bf16 or fp16"),
+    ("A", lambda g: g["A"].bfloat16(), ArgumentError, "A is bf16; expected fp32"),
+    ("A", lambda g: g["A"][:, None].expand(4, 8), ArgumentError, r"A has shape \(4, 8\); expected \(4,\)"),
+    ("B", lambda g: torch.zeros(3, 3, 16), ArgumentError, "4 heads .* cannot be divided among 3 groups"),
+    ("B", lambda g: g["B"].bfloat16(), ArgumentError, "B is bf16; expected fp32"),
+    ("C", lambda g: g["C"][:, :1], ArgumentError, "C has shape"),
+    ("C", lambda g: g["C"].mT.contiguous().mT, ArgumentError, "innermost dimension of C has stride 2"),
+    ("D", lambda g: torch.zeros(5), ArgumentError, r"D has shape \(5,\); expected \(4,\)"),
+    ("z", lambda g: g["z"][:2], ArgumentError, "z has shape"),
+    ("dt_bias", lambda g: torch.zeros(4, dtype=torch.int32), ArgumentError, "dt_bias is i32"),
+    ("state", lambda g: g["state"].mT, ArgumentError, "state has shape"),
+    ("state", lambda g: fp64(g, "state"), SpecError, "state_dtype 'float64'"),
+    (
+        "state",
+        lambda g: g["state"][:1].expand(6, -1, -1, -1),
+        ArgumentError,
+        "state is written, but an expanded",
+    ),
+    ("state", lambda g: g["state"].to("meta"), ArgumentError, "state is on meta, other arguments on cpu"),
+    (
+        "slot_index",
+        lambda g: g["slot_index"].short(),
+        ArgumentError,
+        "slot_index is int16; expected i32 or i64",
+    ),
+    (
+        "slot_index",
+        lambda g: g["slot_index"][:2],
+        ArgumentError,
+        r"slot_index has shape \(2,\); expected \(3,\)",
+    ),
+    ("out", lambda g: torch.empty(3, 4, 9), ArgumentError, "out has shape"),
+    (
+        "out",
+        lambda g: torch.empty(3, 4, 8, dtype=torch.bfloat16),
+        ArgumentError,
+        "out is bf16; expected fp32",
+    ),
+    ("out", lambda g: g["x"], ArgumentError, "out overlaps the memory of x.*memory of its own"),
+    ("out", lambda g: g["z"], ArgumentError, "out overlaps the memory of z"),
+]
+BAD_RINGS: list[tuple[str, Any, type[ReplayError], str]] = [
+    ("window", lambda g: 0, SpecError, r"window 0 is outside 1\.\.64"),
+    ("window", lambda g: 65, SpecError, r"window 65 is outside 1\.\.64"),
+    ("window", lambda g: 5, ArgumentError, r"room for 5 tokens .* window 5.* = 6"),
+    ("ring_x", lambda g: g["ring_x"].bfloat16(), SpecError, "ring_dtype 'bf16' must be"),
+    ("ring_x", lambda g: g["ring_x"][..., 0], ArgumentError, "ring_x has shape"),
+    ("ring_b", lambda g: g["ring_b"][:, :, :4], ArgumentError, r"ring_b has shape \(6, 2, 4, 16\)"),
+    ("ring_b", lambda g: g["ring_b"].half(), ArgumentError, "ring_b is fp16; expected fp32"),
+    ("ring_decay", lambda g: g["ring_decay"].half(), ArgumentError, "ring_decay is fp16; expected fp32"),
+    ("ring_start", lambda g: g["ring_start"].long(), ArgumentError, "ring_start is i64; expected i32"),
+    ("ring_len", lambda g: g["ring_len"][:5], ArgumentError, r"ring_len has shape \(5,\); expected \(6,\)"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad[0]}-{bad[3][:20]}")
+def test_bad_arguments(op: str, bad: tuple[str, Any, type[ReplayError], str]) -> None:
+    name, make, error, message = bad
+    given = arguments(op)
+    call(op, given)  # A good call before: a bad one after it must not profit.
+    with pytest.raises(error, match=message):
+        call(op, given | {name: make(given)})
+
+
+@pytest.mark.parametrize("bad", BAD_RINGS, ids=lambda bad: f"{bad[0]}-{bad[3][:20]}")
+def test_bad_rings(bad: tuple[str, Any, type[ReplayError], str]) -> None:
+    name, make, error, message = bad
+    given = arguments()
+    call("step", given)
+    with pytest.raises(error, match=message):
+        call("step", given | {name: make(given)})
+
+
+def test_large_head_dims_and_batches_are_refused(op: str) -> None:
+    given = arguments(op)
+    wide = {"x": torch.zeros(3, 4, 257), "z": None, "state": torch.zeros(6, 4, 257, 16)}
+    with pytest.raises(SpecError, match=r"head_dim 257 is outside 1\.\.256"):
+        call(op, given | wide | ({"ring_x": torch.zeros(6, 4, 5, 257)} if op == "step" else {}))
+    with pytest.raises(ArgumentError, match="x has 65536 rows, a launch takes at most 65535"):
+        call(op, given | {"x": given["x"][:1].expand(65536, -1, -1)})
+
+
+def test_bad_arguments_are_told_under_compile(op: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"4 heads .* cannot be divided among 3 groups"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(op, arguments(op, B=torch.zeros(3, 3, 16)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capacity": 4}, r"commit: capacity is 4, too small for window 4.*= 5"),
+        ({"num_tokens": 5, "capacity": 20}, "num_tokens is 5 and window 4"),
+        ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"accepted": torch.ones(2, dtype=torch.int32)}, r"accepted has shape \(2,\); expected \(3,\)"),
+        ({"accepted": torch.ones(3)}, "accepted is fp32; expected i32 or i64"),
+        ({"slot_index": torch.zeros(3, 1)}, "slot_index has shape"),
+        ({"ring_len": torch.zeros(6)}, "ring_len is fp32; expected i32"),
+    ],
+)
+def test_bad_commits(changes: dict[str, Any], message: str) -> None:
+    cursor = torch.zeros(6, dtype=torch.int32)
+    good = {
+        "accepted": torch.ones(3, dtype=torch.int32), "ring_start": cursor, "ring_len": cursor.clone(),
+        "slot_index": torch.tensor([0, 1, -1]), "window": 4, "capacity": 5,
+    }  # fmt: skip
+    ops.commit(**good)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=message):
+        ops.commit(**(good | changes))  # type: ignore[arg-type]
+
+
+def test_bad_resets() -> None:
+    cursor = torch.zeros(6, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="reset: slots is fp32"):
+        ops.reset(torch.zeros(2), ring_start=cursor, ring_len=cursor)
+    with pytest.raises(ArgumentError, match="drained: capacity is 1"):
+        ops.drained(torch.zeros(2).long(), ring_start=cursor, ring_len=cursor, capacity=1)
+
+
+def test_signature_says_what_a_launcher_needs() -> None:
+    given = arguments()
+    signature = checks.step_signature(*positional("step", given)[:18])
+    assert signature is checks.step_signature(*positional("step", given | arguments(seed=3))[:18])
+    assert signature.spec.key == "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs"
+    assert (signature.rows, signature.heads, signature.effective_batch) == (ROWS, HEADS, ROWS * HEADS)
+    assert signature.strides["ring_x"] == (4 * 5 * 8, 5 * 8, 8, 1)
+    assert signature.dtypes["slot_index"] == "i32"
+
+
+def test_the_plain_guard_serves_tensors_passed_twice(op: str) -> None:
+    given = arguments(op)
+    given["C"] = given["B"]
+    assert call(op, given).isfinite().all()
+    with pytest.raises(ArgumentError, match="C is bf16"):
+        call(op, given | {"C": given["B"].bfloat16()})
+
+
+def test_default_output_is_contiguous(op: str) -> None:
+    given = arguments(op)
+    wide = torch.zeros(ROWS, HEADS, 24)
+    wide[..., :8] = given["x"]
+    assert call(op, given | {"x": wide[..., :8]}).is_contiguous()
+
+
+def test_cache_and_its_bytes() -> None:
+    spec = Spec("mamba2", "step", 80, 128, 12, 16)
+    cache = ops.make_cache(spec, 3, 96, 8, "cpu")
+    tensors = [cache.state, cache.ring_x, cache.ring_b, cache.ring_decay]
+    assert sum(t.numel() * t.element_size() for t in tensors) == 3 * ops.bytes_per_slot(spec, 96, 8)
+    assert cache.capacity == 17
+    assert ops.make_cache(spec.native, 3, 96, 8, "cpu").capacity == 0
+    assert ops.bytes_per_slot(spec.native, 96, 8) == 96 * 80 * 128 * 4
+    assert ops.bytes_per_slot(spec, 96, 8, capacity=18) > ops.bytes_per_slot(spec, 96, 8)
+    with pytest.raises(ArgumentError, match="95 heads in 8 groups do not fit"):
+        ops.bytes_per_slot(spec, 95, 8)
+    with pytest.raises(ArgumentError, match="capacity 16 is too small for window 16: rings need at least 17"):
+        ops.make_cache(spec, 3, 96, 8, "cpu", capacity=16)
+    assert dataclasses.replace(cache, ring_len=cache.ring_start).ring_len is cache.ring_start
