@@ -1,12 +1,11 @@
 """The one way to a measurement: remembered ones from the store, new ones from the bench.
 
 Everything that measures goes through a :class:`Meter`, so that no point is timed twice, every
-result is stored before the next begins, and budgets count only what was really measured.
+result is stored before the next begins, and budgets and progress are counted in one place.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,15 @@ from .store import Store
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent on new measurements; None is no limit."""
+    """What may be spent; None is no limit.
 
-    measurements: int | None = None
+    Args:
+        points: Points visited, remembered ones included: a run that was interrupted and resumed
+            then ends where an uninterrupted one would, and repeated runs measure nothing.
+        seconds: Time.
+    """
+
+    points: int | None = None
     seconds: float | None = None
 
 
@@ -36,7 +41,8 @@ class Meter:
         progress: Called after every result.
 
     Attributes:
-        measured: New measurements so far.
+        visited: Results asked for so far.
+        measured: How many of them were new measurements.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Meter:
         progress: Progress | None = None,
     ) -> None:
         self.store = store
+        self.visited = 0
         self.measured = 0
         self._bench = bench
         self._digest = digest
@@ -92,6 +99,7 @@ class Meter:
                 )
             )
             self.measured += 1
+        self.visited += 1
         self._done += 1
         self._total = max(self._total, self._done)
         if self._progress is not None:
@@ -100,9 +108,13 @@ class Meter:
 
     def allowance(self, budget: Budget) -> Allowance:
         """A budget that starts now."""
-        deadline = None if budget.seconds is None else self._clock() + budget.seconds
-        last = None if budget.measurements is None else self.measured + budget.measurements
+        deadline = None if budget.seconds is None else self.now() + budget.seconds
+        last = None if budget.points is None else self.visited + budget.points
         return Allowance(self, last, deadline)
+
+    def now(self) -> float:
+        """Time of the meter's clock in seconds."""
+        return self._clock()
 
 
 @dataclass(frozen=True)
@@ -110,26 +122,29 @@ class Allowance:
     """A running budget."""
 
     meter: Meter
-    last: int | None
-    deadline: float | None
+    last: int | None = None
+    deadline: float | None = None
 
     @property
     def spent(self) -> bool:
-        """Whether no new measurement may be begun."""
-        return self.left.measurements == 0 or self.left.seconds == 0
+        """Whether no further point may be begun."""
+        left = self.left
+        return left.points == 0 or left.seconds == 0
 
     @property
     def left(self) -> Budget:
         """What remains, never negative."""
-        measurements = None if self.last is None else max(0, self.last - self.meter.measured)
-        seconds = None if self.deadline is None else max(0.0, self.deadline - self.meter._clock())
-        return Budget(measurements, seconds)
+        return Budget(
+            points=None if self.last is None else max(0, self.last - self.meter.visited),
+            seconds=None if self.deadline is None else max(0.0, self.deadline - self.meter.now()),
+        )
 
     def share(self, part: float) -> Allowance:
         """A budget of ``part`` (0 to 1) of what remains, starting now."""
         left = self.left
-        if left.measurements is not None:
-            left = dataclasses.replace(left, measurements=round(left.measurements * part))
-        if left.seconds is not None:
-            left = dataclasses.replace(left, seconds=left.seconds * part)
-        return self.meter.allowance(left)
+        return self.meter.allowance(
+            Budget(
+                points=None if left.points is None else round(left.points * part),
+                seconds=None if left.seconds is None else left.seconds * part,
+            )
+        )

@@ -1,7 +1,8 @@
 """Where every measurement stands at once: an Optuna storage, by default one journal file.
 
 One study per (cell, mode), one finished trial per measurement: the axes of its kernels are
-categorical parameters, so that Optuna's dashboard is useful; all else is in user attributes.
+categorical parameters, so that Optuna's dashboard is useful; all else is in user attributes. The
+many visits of a race are stored too, without parameters: there is nothing to learn from them.
 
 Writing. A measurement is told as one ``add_trial`` of a finished trial: one appended line, well
 under a millisecond. Asking a study on the journal instead costs a line per parameter (13 ms), so
@@ -93,7 +94,7 @@ class Store:
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(error) from error
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Store:  # noqa: PYI034
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -316,13 +317,11 @@ def _parameters(subject: str) -> dict[str, str | int | bool]:
         values = axes(parse_subject(subject))
     except SpecError:
         return {}  # a roof: no kernel of a space
-    return {
-        name: value if value in _distribution(name).choices else _OTHER for name, value in values.items()
-    }
+    return {name: value if value in _distribution(name).choices else _OTHER for name, value in values.items()}
 
 
 def _to_trial(m: Measurement) -> FrozenTrial:
-    parameters = _parameters(m.subject)
+    parameters = {} if m.tag else _parameters(m.subject)
     return optuna.trial.create_trial(
         state=TrialState.COMPLETE if m.ok else TrialState.FAIL,
         value=m.time_us if m.ok else None,
@@ -348,7 +347,6 @@ def _from_trial(cell: Cell, mode: str, trial: FrozenTrial) -> Measurement:
         mode=mode,
         samples_us=tuple(attributes["samples_us"]),
         **{
-            name: attributes[name]
-            for name in ("subject", "status", "reason", "tag", "digest", "environment")
+            name: attributes[name] for name in ("subject", "status", "reason", "tag", "digest", "environment")
         },
     )
