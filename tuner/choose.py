@@ -206,7 +206,9 @@ class _Race:
             if number + 1 < self._rules.rounds_before_drop or not self.alive:
                 continue
             best = min(self.alive, key=self._time)
-            self.alive = [p for p in self.alive if p is best or self._interval(p.key, best.key)[0] <= 1.0]
+            # A difference below the least floor is none, however sure it is.
+            tie = 1.0 + self._rules.least_floor
+            self.alive = [p for p in self.alive if p is best or self._interval(p.key, best.key)[0] <= tie]
         if self._times:
             self.alive.sort(key=self._time)
 
