@@ -4,34 +4,26 @@ A curve costs little more than one cell. Three *anchor* batches are screened bro
 is enumerated, a larger one sampled, seeded by what is known. Every other batch measures only the
 best few of its neighbours on both sides, and the default.
 
-Both ways of screening are Optuna studies, asked and told in memory (:class:`SpaceSampler`): asking
-a study in the store would cost a write per parameter. Results go to the store as they come.
+Both ways of screening are Optuna studies, asked and told in memory (see ``samplers``): asking a
+study in the store would cost a write per parameter. Results go to the store as they come.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.samplers import BaseSampler, TPESampler
-from optuna.trial import FrozenTrial
 
-from ..runtime.plan import Plan, Structure, Variant
+from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
 from .meter import Allowance, Budget, Meter
-from .records import ROLE_MODES, Cell, Measurement, axes
-
-_STRUCTURAL: Final = frozenset(field.name for field in dataclasses.fields(Structure))
-_STARTUP_TRIALS: Final = 16
+from .records import ROLE_MODES, Cell, Measurement
+from .samplers import SAMPLERS, SpaceSampler
 
 
 @dataclass(frozen=True)
@@ -43,13 +35,15 @@ class Settings:
         enumerate_up_to: Spaces of at most so many points are enumerated at an anchor.
         sampled_points: Points sampled from a larger space at each anchor.
         neighbours_best: How many of a neighbour's best another batch measures.
-        seed: Of the samplers.
+        sampler: Of larger spaces, a key of ``samplers.SAMPLERS``.
+        seed: Of the sampler.
     """
 
     repeats: int = 3
     enumerate_up_to: int = 400
     sampled_points: int = 200
     neighbours_best: int = 12
+    sampler: str = "model"
     seed: int = 0
 
 
@@ -97,100 +91,6 @@ Ranking = tuple[Ranked, ...]
 """Points of a cell that ran, fastest first."""
 
 
-class SpaceSampler(BaseSampler):
-    """An Optuna sampler over listed points that proposes each point once.
-
-    Args:
-        variants: The points.
-        base: Proposes axes, independently of which combinations exist; the nearest untried point
-            is taken (which makes a repeat a step to a neighbour). None enumerates in order.
-        seed: Breaks ties, and chooses while ``base`` has too little to go by.
-    """
-
-    def __init__(self, variants: Sequence[Variant], base: BaseSampler | None, seed: int = 0) -> None:
-        self._base = base
-        self._random = np.random.default_rng(seed)
-        self._variants = tuple(variants)
-        rows = [axes((variant,)) for variant in variants]
-        names = [name for name in (rows[0] if rows else ()) if len({row[name] for row in rows}) > 1]
-        values = {name: tuple(sorted({row[name] for row in rows})) for name in names}
-        self.distributions: dict[str, BaseDistribution] = {
-            name: CategoricalDistribution(values[name]) for name in names
-        }
-        self._rank = {name: {value: i for i, value in enumerate(values[name])} for name in names}
-        self._codes = np.array([[self._rank[n][row[n]] for n in names] for row in rows], dtype=np.int32)
-        # Another structure is another kernel, a tile's next value a small step.
-        self._weights = np.array([4.0 if n.rpartition(".")[2] in _STRUCTURAL else 1.0 for n in names])
-        self._parameters = [{n: row[n] for n in names} for row in rows]
-        self._position = {variant: i for i, variant in enumerate(self._variants)}
-        self._proposed: dict[int, int] = {}
-        self._untried = np.ones(len(rows), dtype=bool)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether every point has been proposed."""
-        return not self._untried.any()
-
-    def parameters(self, variant: Variant) -> dict[str, Any]:
-        """Parameters of a point, which from now on counts as tried."""
-        index = self._position[variant]
-        self._untried[index] = False
-        return dict(self._parameters[index])
-
-    def variant(self, trial: optuna.Trial) -> Variant:
-        """The point that a trial of this sampler stands for."""
-        return self._variants[self._proposed[trial.number]]
-
-    def nearest(self, variant: Variant) -> Variant:
-        """The point with the most in common with a variant of another space."""
-        if variant in self._position:
-            return variant
-        values = axes((variant,))
-        return self._variants[self._closest(values, np.ones(len(self._variants), dtype=bool))]
-
-    def infer_relative_search_space(
-        self, study: optuna.Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """All axes."""
-        return self.distributions
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Parameters of an untried point; Optuna calls this when it is asked."""
-        if self._base is None:
-            index = int(np.argmax(self._untried))
-        else:
-            proposal = self._base.sample_relative(study, trial, search_space) if search_space else {}
-            if proposal:
-                index = self._closest(proposal, self._untried)
-            else:
-                index = int(self._random.choice(np.flatnonzero(self._untried)))
-        self._proposed[trial.number] = index
-        return self.parameters(self._variants[index])
-
-    def sample_independent(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """Never asked: the axes of a point belong together."""
-        raise NotImplementedError(f"'{param_name}' is not an axis of this space")
-
-    def _closest(self, values: Mapping[str, Any], among: np.ndarray[Any, Any]) -> int:
-        distance = np.zeros(len(self._variants))
-        for column, (name, rank) in enumerate(self._rank.items()):
-            code = rank.get(values[name]) if name in values else None
-            if code is None:
-                continue
-            steps = np.abs(self._codes[:, column] - code)
-            distance += np.where(steps > 0, self._weights[column] + 0.25 * (steps - 1), 0.0)
-        distance[~among] = np.inf
-        return int(self._random.choice(np.flatnonzero(distance == distance.min())))
-
-
 def search(
     space: Space,
     batches: Iterable[int],
@@ -228,7 +128,7 @@ def search(
         total = max(len(curve), min(total, budget.points))
     meter.begin("search", total)
 
-    snap = SpaceSampler(space.variants, None, settings.seed)
+    snap = SpaceSampler(space.variants)
     known = list(dict.fromkeys((space.default, *(snap.nearest(seed) for seed in seeds))))
     rankings: dict[int, Ranking] = {}
     for i, batch in enumerate(anchors):
@@ -278,10 +178,7 @@ def _screen(
     small = len(space.variants) <= settings.enumerate_up_to
     if small and allowance.left.points is not None:
         small = len(space.variants) <= allowance.left.points
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        base = None if small else TPESampler(multivariate=True, n_startup_trials=_STARTUP_TRIALS, seed=seed)
-    sampler = SpaceSampler(space.variants, base, seed)
+    sampler = SAMPLERS["enumerate" if small else settings.sampler](space.variants, seed)
     study = optuna.create_study(sampler=sampler)
     worst = 0.0
 

@@ -17,6 +17,7 @@ import pytest
 from fake_bench import GPU, SPEC, default, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from replayssm_tune.tuner.records import Cell, Measurement, axes, parse_subject, subject_key
 from replayssm_tune.tuner.store import Store, StoreError
 
