@@ -6,6 +6,7 @@ Nothing here knows torch or a GPU; search, choosing and the store work on these 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -39,7 +40,7 @@ class Cell:
     spec: Spec
     effective_batch: int
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Canonical string, e.g. ``mamba2-step-...@128``."""
         return f"{self.spec.key}@{self.effective_batch}"
@@ -65,7 +66,7 @@ class Environment:
     driver: str = ""
     protocol: int = 1
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """Short digest of all fields."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -88,7 +88,13 @@ class SpaceSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Parameters of an untried point; Optuna calls this when it is asked."""
+        """Parameters of an untried point; Optuna calls this when it is asked.
+
+        Raises:
+            RuntimeError: Every point has been proposed (:attr:`exhausted`).
+        """
+        if self.exhausted:
+            raise RuntimeError("every point of the space has been proposed; ask no more")
         return self.parameters(self._variants[self._choose(study, trial)])
 
     def sample_independent(

@@ -235,3 +235,16 @@ def test_suspects_of_a_curve() -> None:
     assert set(suspects(points(20.0, 10.0, 16.0, 30.0))) == {16, 32, 64}
     above = suspects(points(4.0, 5.0, 8.0), peak_gbps=7_000)
     assert set(above) == {64} and "8000 GB/s" in above[64]
+
+
+def test_the_fastest_native_is_chosen_likewise(tmp_path: Path) -> None:
+    bench = FakeBench(noise=0.002)
+    meter = Meter(bench, Store(tmp_path / "s", GPU))
+    space = Space(SPEC.native, variants("native"), default("native"))
+    ranking = search(space, (1024,), meter)[1024]
+    plans = [Plan((ranked.variant,)) for ranked in ranking]
+    cell = Cell(SPEC.native, 1024)
+    verdict = choose(cell, plans, meter, mode="native", default=Plan((default("native"),)))
+    assert verdict.winner is not None
+    best = min(bench.exact(cell, plan.variants, "native") for plan in plans)
+    assert bench.exact(cell, verdict.winner.variants, "native") <= best * (1.002 + verdict.noise_floor)
