@@ -1,0 +1,190 @@
+"""Plain records of tuning: a cell, an environment, a measurement, and what measures it.
+
+Nothing here knows torch or a GPU; search, choosing and the store work on these alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ..runtime.plan import Variant
+from ..runtime.spec import Spec
+
+MODES: Final = ("mix", "nonflush", "flush", "native")
+"""What the rows of a timed batch do: a staggered mix, all one branch, or the native step."""
+
+ROLE_MODES: Final = {"both": "mix", "nonflush": "nonflush", "flush": "flush", "native": "native"}
+"""Mode in which variants of a role are searched."""
+
+STATUSES: Final = ("ok", "gate", "crash", "timeout", "resources", "compile")
+"""``ok``, or why a candidate has no time. All are results: none is tried again."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """What one row of a table is about.
+
+    Args:
+        spec: The kernel's specification (``spec.native`` for the baseline).
+        effective_batch: Sequences x heads on this GPU.
+    """
+
+    spec: Spec
+    effective_batch: int
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Canonical string, e.g. ``mamba2-step-...@128``."""
+        return f"{self.spec.key}@{self.effective_batch}"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and how something was measured; times of different environments are not compared.
+
+    Args:
+        gpu: Device name as the driver gives it.
+        capability: Compute capability.
+        sm_count: Streaming multiprocessors.
+        triton, torch, driver: Versions; "" where not applicable.
+        protocol: Version of the measurement protocol.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+    sm_count: int
+    triton: str = ""
+    torch: str = ""
+    driver: str = ""
+    protocol: int = 1
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Short digest of all fields."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def device(self) -> str:
+        """The GPU in words."""
+        return f"{self.gpu} (sm_{self.capability[0]}{self.capability[1]}, {self.sm_count} SMs)"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a bench says of one candidate.
+
+    Args:
+        samples_us: Time per launch (of a step, all launches of its plan), one per repeat, in µs.
+        status: One of :data:`STATUSES`.
+        reason: Why there is no time; "" when ``ok``.
+    """
+
+    samples_us: tuple[float, ...] = ()
+    status: str = "ok"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One stored result.
+
+    Args:
+        cell: What was measured.
+        mode: One of :data:`MODES`.
+        subject: Key of the variants (``Plan.key``, ``Variant.key``), or a name like ``roof.read``.
+        samples_us: As in :class:`Timing`.
+        status: As in :class:`Timing`.
+        reason: As in :class:`Timing`.
+        tag: "" for the search's own measurement of a point; a race names round and position.
+        digest: Digest of the measured modules: a point whose module changed is another point.
+        environment: :attr:`Environment.id`.
+    """
+
+    cell: Cell
+    mode: str
+    subject: str
+    samples_us: tuple[float, ...] = ()
+    status: str = "ok"
+    reason: str = ""
+    tag: str = ""
+    digest: str = ""
+    environment: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a time."""
+        return self.status == "ok" and bool(self.samples_us)
+
+    @property
+    def time_us(self) -> float:
+        """Median of the samples in µs; infinite for a failure."""
+        return statistics.median(self.samples_us) if self.ok else math.inf
+
+
+class Bench(Protocol):
+    """What measures candidates; the only thing that knows a GPU."""
+
+    def time(self, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
+        """Time one step made of ``variants`` (one, or nonflush and flush) in ``mode``.
+
+        Whatever is wrong with the candidate comes back as a status. An exception means that the
+        bench itself cannot go on, and ends the run (everything measured is in the store).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress: sent after every measurement, and after every one the store already had.
+
+    Args:
+        stage: ``search`` or ``race``.
+        measurement: The result.
+        new: False if it came from the store.
+        done: Measurements of this stage so far, remembered ones included.
+        total: Estimate of ``done`` at the end of this stage.
+    """
+
+    stage: str
+    measurement: Measurement
+    new: bool
+    done: int
+    total: int
+
+
+Progress = Callable[[Event], None]
+
+
+def subject_key(variants: Sequence[Variant]) -> str:
+    """Key of the variants timed together: ``Plan.key`` for a plan, ``Variant.key`` for one."""
+    return "+".join(variant.key for variant in variants)
+
+
+def parse_subject(subject: str) -> tuple[Variant, ...]:
+    """Inverse of :func:`subject_key`.
+
+    Raises:
+        SpecError: ``subject`` names no variants (a roof, say).
+    """
+    return tuple(Variant.parse(part) for part in subject.split("+"))
+
+
+def axes(variants: Sequence[Variant]) -> dict[str, str | int | bool]:
+    """Axes of variants timed together by name, e.g. ``nonflush.block_p``; roles are no axis."""
+    values: dict[str, str | int | bool] = {}
+    for variant in variants:
+        role = variant.structure.role
+        for record in (variant.structure, variant.tile):
+            for field in dataclasses.fields(record):
+                if field.name != "role":
+                    values[f"{role}.{field.name}"] = getattr(record, field.name)
+    return values
