@@ -18,22 +18,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from .abi import CONSTEXPRS, scratch_size, tensor_arguments
+from .abi import scratch_size, tensor_arguments
 from .build import ALIGNMENT_BYTES, compile_kernel, constants
 from .plan import Plan, Structure, Variant
 from .spec import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TORCH_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 ModuleSource = Callable[[Spec, Structure], Path]
 """Where the module of (spec, structure) lies as a file: a package, or a renderer's cache."""
@@ -175,15 +166,3 @@ def _bind(compiled: Any) -> Callable[..., None]:
 def _interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:
     del stream
     kernel[(blocks, rows)](*arguments)
-
-
-__all__ = [
-    "CONSTEXPRS",
-    "DTYPE_NAMES",
-    "TORCH_DTYPES",
-    "CompiledPlan",
-    "ModuleSource",
-    "is_aligned",
-    "load_module",
-    "tensor_strides",
-]

@@ -8,6 +8,8 @@ number of layers.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +18,10 @@ import torch
 
 from ..runtime.abi import tensor_arguments
 from ..runtime.compiled import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
     CompiledPlan,
-    ModuleSource,
     tensor_strides,
 )
+from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ..runtime.plan import Plan, Structure
 from ..runtime.spec import Spec
 from . import roofs
@@ -29,6 +29,11 @@ from . import roofs
 MODES = ("nonflush", "flush", "mix", "native")
 L2_MULTIPLE = 5
 """State bytes of all layers together, in units of the GPU's L2."""
+GRAPH_LAUNCHES = 8
+"""Launches of a graph at least (layers repeat): a replay's own cost must vanish in its time."""
+
+PlanCompiler = Callable[[Spec, Plan, tuple[str, ...]], CompiledPlan]
+"""Compiles a plan for tensors of the given dtypes, or returns it from a cache."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class LayerStack:
             "d": self._normal(layers, heads, dtype=torch.float32),
             "z": self._normal(layers, rows, heads, p, dtype=activation)
             if spec.has_z
-            else torch.empty(layers, 0),
+            else torch.empty(layers, 0, device=device),
             "dt_bias": self._uniform(layers, heads) - 4.0,
             "out": torch.empty((layers, rows, heads, p), dtype=activation, device=device),
         }
@@ -99,7 +104,7 @@ class LayerStack:
             0, capacity, (slots,), dtype=torch.int32, device=device, generator=self._generator
         ).expand(layers, slots)
         self._lengths = {mode: self._ring_lengths(mode) for mode in ("nonflush", "flush", "mix")}
-        self._sink: list[object] = []
+        self._arguments: dict[tuple[bool, str], list[tuple[torch.Tensor, ...]]] = {}
 
     def _normal(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(size, generator=self._generator, device=self.device, dtype=dtype)
@@ -134,56 +139,45 @@ class LayerStack:
         """The layers' state of the served rows, contiguous: the bytes the roofs move."""
         return [layer[1:] for layer in self._tensors["state"].unbind(0)]
 
-    def _arguments(self, structure: Structure, layer: int, mode: str) -> tuple[torch.Tensor, ...]:
-        spec = self.spec.native if structure.role == "native" else self.spec
-        tensors = []
-        for argument in tensor_arguments(spec, structure):
-            if argument.name == "ring_len":
-                tensors.append(self._lengths[mode][layer])
-            elif argument.name != "scratch":
-                tensors.append(self._tensors[argument.name][layer])
-        return tuple(tensors)
+    def _layer_arguments(self, structure: Structure, mode: str) -> list[tuple[torch.Tensor, ...]]:
+        """Tensors of every layer in argument order, without a scratch."""
+        key = (structure.role == "native", mode)
+        if key not in self._arguments:
+            spec = self.spec.native if key[0] else self.spec
+            tensors = {**self._tensors, "ring_len": self._lengths["nonflush" if key[0] else mode]}
+            names = [a.name for a in tensor_arguments(spec, structure)]
+            self._arguments[key] = list(zip(*(tensors[name].unbind(0) for name in names), strict=True))
+        return self._arguments[key]
 
-    def launches(self, plan: Plan, mode: str, module_source: ModuleSource) -> list[Callable[[], object]]:
-        """One production launch of ``plan`` per layer; compiles the plan (or loads it from cache).
+    def calls(self, plan: Plan, mode: str, compile_plan: PlanCompiler) -> list[Callable[[], object]]:
+        """One production launch of ``plan`` per layer.
 
         Raises:
             CompileError: The plan does not compile.
         """
-        structure = plan.variants[0].structure
+        structure = Structure(plan.variants[0].structure.role)
         native = structure.role == "native"
         spec = self.spec.native if native else self.spec
-        plain = Structure(structure.role)
-        first = self._arguments(plain, 0, mode)
-        dtypes = tuple(DTYPE_NAMES[t.dtype] for t in first)
-        compiled = CompiledPlan(spec, plan, module_source, dtypes, aligned=True, device=self.device)
-        strides = tensor_strides(spec, plain, first)
-        capacity = self.spec.window + self.spec.num_tokens
-        scalars = (-1,) if native else (capacity, -1)
-        calls = []
-        for layer in range(self.layers):
-            tensors = self._arguments(plain, layer, mode)
-            calls.append(self._call(compiled, tensors, strides, scalars))
-        return calls
+        layers = self._layer_arguments(structure, mode)
+        dtypes = tuple(DTYPE_NAMES[t.dtype] for t in layers[0])
+        compiled = compile_plan(spec, plan, dtypes)
+        strides = tensor_strides(spec, structure, layers[0])
+        scalars = (-1,) if native else (self.spec.window + self.spec.num_tokens, -1)
+        rows, heads = self.shape.rows, self.shape.heads
+        raw_stream = torch.cuda.current_stream
 
-    def _call(
-        self,
-        compiled: CompiledPlan,
-        tensors: tuple[torch.Tensor, ...],
-        strides: tuple[int, ...],
-        scalars: tuple[int, ...],
-    ) -> Callable[[], object]:
-        shape = self.shape
+        def call(tensors: tuple[torch.Tensor, ...]) -> None:
+            compiled.launch(tensors, strides, rows, heads, scalars, raw_stream().cuda_stream)
 
-        def call() -> None:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            compiled.launch(tensors, strides, shape.rows, shape.heads, scalars, stream)
-
-        return call
+        launches = [functools.partial(call, tensors) for tensors in layers]
+        return [launches[i % len(launches)] for i in range(max(len(launches), GRAPH_LAUNCHES))]
 
     def roof_us(self, kind: str, repeats: int) -> float:
         """Time of the roof kernel (``read`` or ``scale``) per layer: the best of a few tiles, in us."""
-        candidates = (roofs.read_launches if kind == "read" else roofs.scale_launches)(self.states())
+        states = [s for s, _ in zip(itertools.cycle(self.states()), range(GRAPH_LAUNCHES), strict=False)]
+        if self.layers > GRAPH_LAUNCHES:
+            states = self.states()
+        candidates = (roofs.read_launches if kind == "read" else roofs.scale_launches)(states)
         return min(statistics.median(Graph(calls).time_us(repeats)) for calls in candidates)
 
 

@@ -1,0 +1,208 @@
+"""The gate: what a candidate must pass before it may be timed.
+
+A candidate runs a trajectory on poisoned, paged memory beside the fp64 oracle (see
+:mod:`.trajectory`): its outputs, stored states and ring entries are compared, every byte it must not
+touch is checked, and repeated launches from the same memory must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..runtime.abi import tensor_arguments
+from ..runtime.compiled import CompiledPlan, ModuleSource, is_aligned, tensor_strides
+from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from ..runtime.plan import Plan, Structure
+from ..runtime.spec import Spec
+from .trajectory import Pool, Step, Trajectory, relative_rms
+
+ERROR_FACTOR = 1.25
+"""A candidate's relative RMS error may be this many times the ideal's ..."""
+ERROR_FLOOR = 1e-5
+"""... plus this."""
+DECAY_TOLERANCE = 1e-6
+"""Relative error of the ring's computed fp32 entries."""
+REPEATS = 20
+"""Launches from the same memory that must agree bit for bit."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate found. ``reason`` is empty iff the candidate passed."""
+
+    reason: str
+    output_error: float = math.nan
+    """Relative RMS error of the outputs against fp64."""
+    output_bound: float = math.nan
+    state_error: float = math.nan
+    """Relative RMS error of the stored states against fp64."""
+    state_bound: float = math.nan
+
+    @property
+    def passed(self) -> bool:
+        """Whether the candidate may be timed."""
+        return not self.reason
+
+
+class Gate:
+    """A trajectory with its expectations, ready for any number of candidates of one spec.
+
+    Args:
+        trajectory: The scene; its steps are computed once, here.
+        repeats: See :data:`REPEATS`.
+    """
+
+    def __init__(self, trajectory: Trajectory, repeats: int = REPEATS) -> None:
+        self.trajectory, self.spec = trajectory, trajectory.spec
+        self._steps = list(trajectory)
+        self._repeats = repeats
+        y, ideal_y = self._all("y"), self._all("ideal_y")
+        stored, ideal_stored = self._all("stored"), self._all("ideal_stored")
+        self.output_bound = ERROR_FACTOR * relative_rms(ideal_y, y) + ERROR_FLOOR
+        self.state_bound = ERROR_FACTOR * relative_rms(ideal_stored, stored) + ERROR_FLOOR
+        self._y, self._stored = y, stored
+        # Repeats start where both branches run, if there is such a step.
+        mixed = [i for i, s in enumerate(self._steps) if bool(s.stores.any()) and not bool(s.stores.all())]
+        self._repeated = mixed[len(mixed) // 2] if mixed else 0
+
+    def _all(self, name: str) -> Tensor:
+        return torch.cat([getattr(step, name) for step in self._steps])
+
+    def check(self, plan: Plan, module_source: ModuleSource) -> Verdict:
+        """Run ``plan`` through the trajectory.
+
+        Raises:
+            CompileError: The plan does not compile.
+        """
+        runner = PlanRunner(self.spec, plan, module_source, self.trajectory)
+        pool = self.trajectory.pool()
+        outputs, states, faults = [], [], []
+        for index, step in enumerate(self._steps):
+            if index == self._repeated and self._repeats and not self._repeatable(runner, pool, step):
+                return Verdict("launches from the same memory differ")
+            before = pool.storage.clone()
+            out = runner.launch(pool, step)
+            outputs.append(out[step.live])
+            states.append(pool.state[step.slots[step.stores]])
+            faults.append(self._faults(pool, before, step, out))
+            commit(self.spec, pool, step)
+        found = torch.stack(faults).sum(0).tolist()
+        for count, what in zip(found, _FAULTS, strict=True):
+            if count:
+                return Verdict(f"{what} ({int(count)} values over the trajectory)")
+        output_error = relative_rms(torch.cat(outputs), self._y)
+        state_error = relative_rms(torch.cat(states), self._stored)
+        reason = ""
+        if not output_error <= self.output_bound:
+            reason = f"output error {output_error:.3g} exceeds {self.output_bound:.3g}"
+        elif not state_error <= self.state_bound:
+            reason = f"state error {state_error:.3g} exceeds {self.state_bound:.3g}"
+        return Verdict(reason, output_error, self.output_bound, state_error, self.state_bound)
+
+    def _faults(self, pool: Pool, before: Tensor, step: Step, out: Tensor) -> Tensor:
+        """Counts of wrong values after one launch, in the order of ``_FAULTS``; stays on the device."""
+        allowed = pool.writable(step.slots, step.stores, step.append)
+        touched = ((pool.storage != before) & ~allowed).sum()
+        padded = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
+        padded[step.live] = False
+        nonzero = (out[padded] != 0).sum()
+        infinite = (~torch.isfinite(out[step.live])).sum()
+        copied = torch.zeros((), dtype=torch.int64, device=out.device)
+        computed = torch.zeros((), dtype=torch.int64, device=out.device)
+        if pool.capacity:
+            x = step.x[step.live].to(pool.ring_x.dtype)
+            b = step.B[step.live].to(pool.ring_b.dtype)
+            copied = (pool.ring_x[step.slots, :, step.append] != x).sum()
+            copied = copied + (pool.ring_b[step.slots, :, step.append] != b).sum()
+            decay = pool.ring_decay[step.slots, :, step.append].double()
+            computed = (~((decay - step.delta).abs() <= DECAY_TOLERANCE * step.delta.abs())).sum()
+        return torch.stack([touched, nonzero, infinite, copied, computed])
+
+    def _repeatable(self, runner: PlanRunner, pool: Pool, step: Step) -> bool:
+        saved = pool.storage.clone()
+        first_out = runner.launch(pool, step)
+        first_storage = pool.storage.clone()
+        same = torch.ones((), dtype=torch.bool, device=saved.device)
+        for _ in range(self._repeats - 1):
+            pool.storage.copy_(saved)
+            out = runner.launch(pool, step)
+            same &= (out.view(torch.uint8) == first_out.view(torch.uint8)).all()
+            same &= (pool.storage == first_storage).all()
+        pool.storage.copy_(saved)
+        return bool(same)
+
+
+_FAULTS = (
+    "bytes outside of state and ring changed",
+    "padded rows have outputs other than zero",
+    "outputs are not finite",
+    "ring entries differ from the inputs",
+    "ring step sizes are inexact",
+)
+
+
+class PlanRunner:
+    """Launches a plan on pools of one trajectory's layout."""
+
+    def __init__(self, spec: Spec, plan: Plan, module_source: ModuleSource, trajectory: Trajectory) -> None:
+        self._spec, self._plan, self._source, self._trajectory = spec, plan, module_source, trajectory
+        self._structure = Structure(plan.variants[0].structure.role)
+        self._compiled: dict[bool, CompiledPlan] = {}
+
+    def launch(self, pool: Pool, step: Step) -> Tensor:
+        """Outputs (rows, heads, head_dim) of one launch; the buffer is pre-filled with NaN."""
+        spec, trajectory = self._spec, self._trajectory
+        dtype = TORCH_DTYPES[spec.activation_dtype]
+        shape = (step.slot_index.shape[0], trajectory.heads, spec.head_dim)
+        out = torch.full(shape, math.nan, dtype=dtype, device=trajectory.device)
+        named = {
+            "state": pool.state,
+            "ring_x": pool.ring_x,
+            "ring_b": pool.ring_b,
+            "ring_decay": pool.ring_decay,
+            "ring_start": pool.ring_start,
+            "ring_len": pool.ring_len,
+            "slot_index": step.slot_index,
+            "x": step.x,
+            "dt": step.dt,
+            "a": trajectory.A,
+            "b": step.B,
+            "c": step.C,
+            "d": trajectory.D,
+            "z": step.z,
+            "dt_bias": trajectory.dt_bias,
+            "out": out,
+        }
+        tensors: list[Tensor] = []
+        for argument in tensor_arguments(spec, self._structure):
+            tensor = named[argument.name]
+            assert tensor is not None
+            tensors.append(tensor)
+        aligned = is_aligned(spec, self._structure, tensors)
+        compiled = self._compiled.get(aligned)
+        if compiled is None:
+            dtypes = tuple(DTYPE_NAMES[t.dtype] for t in tensors)
+            compiled = CompiledPlan(
+                spec, self._plan, self._source, dtypes, aligned=aligned, device=trajectory.device
+            )
+            self._compiled[aligned] = compiled
+        stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
+        null_slot = -1 if trajectory.null_slot is None else trajectory.null_slot
+        scalars = (null_slot,) if self._structure.role == "native" else (pool.capacity, null_slot)
+        strides = tensor_strides(spec, self._structure, tensors)
+        compiled.launch(tuple(tensors), strides, shape[0], shape[1], scalars, stream)
+        return out
+
+
+def commit(spec: Spec, pool: Pool, step: Step) -> None:
+    """Move the pool's cursors as the trajectory does (in plain torch, on any device)."""
+    if not pool.capacity:
+        return
+    slots, kept = step.slots, step.accepted[step.live].to(torch.int32)
+    start, length = pool.ring_start[slots], pool.ring_len[slots]
+    pool.ring_start[slots] = torch.where(step.stores, (start + length) % pool.capacity, start)
+    pool.ring_len[slots] = torch.where(step.stores, kept, length + kept)
