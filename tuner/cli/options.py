@@ -1,0 +1,261 @@
+"""Options shared by the verbs, declared once, and the request they add up to."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from ...runtime.spec import DTYPE_BYTES
+from .. import models, request
+from ..errors import UsageError
+from ..models import Model
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+WORK_FOLDER: Final = Path(".replayssm")
+"""Where a run keeps its store and puts its results unless told otherwise."""
+
+
+class IntegerList(click.ParamType):
+    """Integers separated by commas, each at least ``minimum``."""
+
+    name = "list"
+
+    def __init__(self, minimum: int) -> None:
+        self.minimum = minimum
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Parse ``1,8,64``; repeated values count once."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(dict.fromkeys(int(part) for part in str(value).split(",")))
+        except ValueError:
+            self.fail(f"'{value}' is not a list of integers; write for example 1,8,64", param, ctx)
+        if min(numbers) < self.minimum:
+            self.fail(f"{min(numbers)} is below {self.minimum}", param, ctx)
+        return numbers
+
+
+class DtypeList(click.ParamType):
+    """State dtypes separated by commas."""
+
+    name = "list"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Parse ``fp32,bf16``; repeated values count once."""
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(part.strip().lower() for part in str(value).split(",")))
+        for name in names:
+            if name not in DTYPE_BYTES:
+                self.fail(f"'{name}' is not one of {', '.join(DTYPE_BYTES)}", param, ctx)
+        return names
+
+
+def _stack(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    def apply(function: Function) -> Function:
+        return functools.reduce(lambda inner, decorate: decorate(inner), reversed(decorators), function)
+
+    return apply
+
+
+def gpu_option(function: Function) -> Function:
+    """``--gpu``."""
+    return click.option(
+        "--gpu",
+        metavar="NAME",
+        help="GPU to work for, e.g. H100. Checked against the one present; "
+        "without one here the work is static. Default: the GPU found.",
+    )(function)
+
+
+def static_option(function: Function) -> Function:
+    """``--static``."""
+    return click.option("--static", is_flag=True, help="Measure nothing, even if the GPU is here.")(function)
+
+
+def workload_options(function: Function) -> Function:
+    """Which layers, and the batches they are tuned for."""
+    return _stack(
+        click.option(
+            "--model",
+            "model_names",
+            multiple=True,
+            metavar="NAME",
+            help=f"Known model; may be repeated. Default: {', '.join(models.DEFAULT_MODELS)}.",
+        ),
+        click.option(
+            "--hf-config",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A Hugging Face config.json that gives the shape.",
+        ),
+        click.option("--heads", type=int, metavar="N", help="Explicit shape: heads before the split."),
+        click.option("--head-dim", type=int, metavar="N", help="Explicit shape: values per head."),
+        click.option("--state-size", type=int, metavar="N", help="Explicit shape: state columns."),
+        click.option(
+            "--groups", type=int, metavar="N", help="Explicit shape: groups of B and C. Default: 1."
+        ),
+        click.option(
+            "--tp",
+            type=IntegerList(1),
+            metavar="LIST",
+            help="Tensor-parallel splits. Default: 1,2,4,8, as far as a model can be split so.",
+        ),
+        click.option(
+            "--drafts",
+            type=IntegerList(0),
+            default="0",
+            show_default=True,
+            metavar="LIST",
+            help="Draft tokens verified per step.",
+        ),
+        click.option(
+            "--state-dtype",
+            type=DtypeList(),
+            metavar="LIST",
+            help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16.",
+        ),
+        click.option(
+            "--buffer-len",
+            type=int,
+            default=16,
+            show_default=True,
+            metavar="N",
+            help="Ring tokens held before a flush (the window).",
+        ),
+        click.option(
+            "--batch",
+            type=IntegerList(1),
+            metavar="LIST",
+            help="Sequences per GPU. Default: a grid from one sequence up to an effective batch "
+            f"(sequences x heads) of {request.MAX_EFFECTIVE_BATCH}.",
+        ),
+    )(function)
+
+
+def run_options(function: Function) -> Function:
+    """Budget and places."""
+    return _stack(
+        click.option(
+            "--budget",
+            metavar="MINUTES|TRIALS",
+            help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) "
+            "or a number of trials (500t).",
+        ),
+        store_option,
+        click.option(
+            "--output",
+            type=click.Path(path_type=Path),
+            default=WORK_FOLDER / "generated",
+            show_default=True,
+            metavar="DIR",
+            help="Folder for kernels and dispatch tables.",
+        ),
+    )(function)
+
+
+def store_option(function: Function) -> Function:
+    """``--store``."""
+    return click.option(
+        "--store",
+        type=click.Path(path_type=Path),
+        default=WORK_FOLDER / "store",
+        show_default=True,
+        metavar="PATH",
+        help="Where every measurement is kept at once; the same store resumes.",
+    )(function)
+
+
+def output_options(function: Function) -> Function:
+    """How the result is shown."""
+    return _stack(
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option(
+            "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+        ),
+    )(function)
+
+
+def selected_models(
+    model_names: Sequence[str],
+    hf_config: Path | None,
+    heads: int | None,
+    head_dim: int | None,
+    state_size: int | None,
+    groups: int | None,
+) -> tuple[Model, ...]:
+    """The layers that the options name; the default models where they name none.
+
+    Raises:
+        UsageError: An unknown model, an unusable config, or a shape that is only given in part.
+    """
+    chosen = [models.find(name) for name in model_names]
+    if hf_config is not None:
+        chosen.append(models.from_hf_config(hf_config))
+    shape = {"--heads": heads, "--head-dim": head_dim, "--state-size": state_size}
+    missing = [option for option, value in shape.items() if value is None]
+    if len(missing) == len(shape) and groups is not None:
+        raise UsageError("--groups alone is no shape", where="--groups", hint=f"add {', '.join(missing)}")
+    if not missing:
+        assert heads is not None and head_dim is not None and state_size is not None
+        name = f"{heads}x{head_dim}x{state_size}"
+        chosen.append(Model(name, heads, head_dim, state_size, 1 if groups is None else groups))
+    elif len(missing) < len(shape):
+        given = ", ".join(option for option in shape if option not in missing)
+        raise UsageError(
+            f"the shape is incomplete: {', '.join(missing)} missing",
+            where=given,
+            hint=f"add {', '.join(missing)}, or name a --model",
+        )
+    return tuple(dict.fromkeys(chosen)) or tuple(models.find(name) for name in models.DEFAULT_MODELS)
+
+
+def build_job(
+    *,
+    gpu: str | None,
+    static: bool,
+    model_names: Sequence[str],
+    hf_config: Path | None,
+    heads: int | None,
+    head_dim: int | None,
+    state_size: int | None,
+    groups: int | None,
+    tp: Sequence[int] | None,
+    drafts: Sequence[int],
+    state_dtype: Sequence[str] | None,
+    buffer_len: int,
+    batch: Sequence[int] | None,
+    budget: str | None,
+    store: Path,
+    output: Path,
+) -> request.Job:
+    """The request that parsed options add up to; parameters carry the options' names."""
+    bound = request.Budget() if budget is None else request.Budget.parse(budget)
+    layers = selected_models(model_names, hf_config, heads, head_dim, state_size, groups)
+    target = request.resolve_target(gpu, static)
+    work, notes = request.resolve_work(
+        layers,
+        target.gpu,
+        tensor_parallel=tp or (),
+        state_dtypes=state_dtype or (),
+        window=buffer_len,
+        drafts=drafts,
+        batches=batch or (),
+    )
+    return request.Job(target, work, bound, store, output, notes)
+
+
+def file_stem(name: str) -> str:
+    """A GPU's or model's name as the stem of a file: lower case, dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
