@@ -59,7 +59,6 @@ def render(spec: Spec, structure: Structure) -> str:
             n_block=n_block,
             ring_block=ring_block(spec),
             split_terms=split_terms(spec),
-            split_dtype="bfloat16",
         )
     )
     return _tidy(source)

@@ -25,6 +25,8 @@ class TensorArgument:
     """Default dtype: ``fp32``, ``bf16``, ``fp16``, ``i32``; the launcher takes the tensor's own."""
     stride_dims: tuple[str, ...] = ()
     """Names of the leading dimensions, outermost first, e.g. ``("slot", "head", "row")``."""
+    vectorized: bool = False
+    """Loaded in vectors along its innermost dimension: its alignment matters."""
 
     @property
     def pointer(self) -> str:
@@ -52,32 +54,32 @@ CONSTEXPRS = (
 def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, ...]:
     """Tensors of the main kernel of ``structure``, in the order of its pointer arguments."""
     activation, ring = spec.activation_dtype, spec.ring_dtype
-    arguments = [TensorArgument("state", spec.state_dtype, ("slot", "head", "row"))]
+    arguments = [TensorArgument("state", spec.state_dtype, ("slot", "head", "row"), True)]
     if structure.role != "native":
         arguments += [
-            TensorArgument("ring_x", ring, ("slot", "head", "token")),
-            TensorArgument("ring_b", ring, ("slot", "group", "token")),
+            TensorArgument("ring_x", ring, ("slot", "head", "token"), True),
+            TensorArgument("ring_b", ring, ("slot", "group", "token"), True),
             TensorArgument("ring_decay", "fp32", ("slot", "head")),
             TensorArgument("ring_start", "i32"),
             TensorArgument("ring_len", "i32"),
         ]
     arguments += [
         TensorArgument("slot_index", "i32"),
-        TensorArgument("x", activation, ("row", "head")),
+        TensorArgument("x", activation, ("row", "head"), True),
         TensorArgument("dt", activation, ("row",)),
         TensorArgument("a", "fp32"),
-        TensorArgument("b", activation, ("row", "group")),
-        TensorArgument("c", activation, ("row", "group")),
+        TensorArgument("b", activation, ("row", "group"), True),
+        TensorArgument("c", activation, ("row", "group"), True),
     ]
     if spec.has_d:
         arguments.append(TensorArgument("d", "fp32"))
     if spec.has_z:
-        arguments.append(TensorArgument("z", activation, ("row", "head")))
+        arguments.append(TensorArgument("z", activation, ("row", "head"), True))
     if spec.has_dt_bias:
         arguments.append(TensorArgument("dt_bias", "fp32"))
+    arguments.append(TensorArgument("out", activation, ("row", "head"), True))
     if structure.coefficients == "precomputed":
         arguments.append(TensorArgument("scratch", "fp32", ("row",)))
-    arguments.append(TensorArgument("out", activation, ("row", "head")))
     return tuple(arguments)
 
 

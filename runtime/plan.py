@@ -23,7 +23,7 @@ class Structure:
     """Structural choices: they change the generated module.
 
     Axes that a role does not have stand at their first value (``inline``, ``output_only``,
-    ``elementwise``), so that equal kernels are equal records.
+    ``elementwise``, ``late``), so that equal kernels are equal records.
     """
 
     role: str
@@ -35,12 +35,12 @@ class Structure:
     """State read-out: ``elementwise`` in registers, or ``dot`` fed from shared memory."""
     scores: str = "elementwise"
     """Ring scores B.C: ``elementwise`` or ``dot``."""
-    fold: str = "elementwise"
-    """Fold of the ring into the state: ``elementwise`` or ``dot`` (exact, split operand)."""
+    load: str = "late"
+    """State load: ``late``, where it is used, or ``early``, ahead of the cursors (one head, one tile)."""
 
     @property
     def key(self) -> str:
-        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.dot``."""
+        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``."""
         return ".".join(dataclasses.astuple(self))
 
 
@@ -94,7 +94,7 @@ class Variant:
             structure_key, tile_key = key.split("/")
             structure = Structure(*structure_key.split("."))
             letters, values = zip(*((part[0], int(part[1:])) for part in tile_key.split(".")), strict=True)
-            tile = Tile(*values[:-1], evict_first=bool(values[-1]))
+            tile = Tile(*values[:-1], evict_first=bool(values[-1]))  # type: ignore[misc]
             variant = cls(structure, tile)
         except (ValueError, TypeError) as error:
             raise SpecError(f"'{key}' is not a variant key") from error

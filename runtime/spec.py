@@ -73,8 +73,7 @@ class Spec:
         )
         _require(
             1 <= self.state_size <= MAX_STATE_SIZE,
-            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; "
-            "larger states are not supported",
+            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; larger states are not supported",
         )
         _require(self.heads_per_group >= 1, f"heads_per_group {self.heads_per_group} must be at least 1")
         for name in ("activation_dtype", "state_dtype", "ring_dtype"):

@@ -1,0 +1,59 @@
+# Everything runs from a virtual environment that the first target sets up.
+#   make tune GPU=H100    tune for a GPU: on it, or statically where there is none
+#   make test             lint and the test suite
+# Variables: PYTHON (>= 3.10), VENV_FLAGS, TORCH, PIP_FLAGS, GPU, ARGS, PYTEST_FLAGS. To use the torch of
+# an existing Python:  make tune PYTHON=/path/to/python3 VENV_FLAGS=--system-site-packages
+
+PYTHON ?= python3
+VENV_FLAGS ?=
+# Whichever build of it pip is configured to find; installed first, so that nothing else decides.
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+GPU ?=
+ARGS ?=
+PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist loadgroup
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint format test tune generate clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "make setup | lint | format | generate | clean   see CONTRIBUTING.md"
+
+setup: $(STAMP)
+
+$(VENV): $(STAMP)
+
+$(STAMP): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "'$(PYTHON)' is not Python >= 3.10: name one, e.g. make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV_FLAGS) $(VENV) || { \
+	  echo "'$(PYTHON) -m venv' failed: install the venv module of that Python (Debian: python3-venv)" >&2; exit 1; }
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(PIP_FLAGS) '$(TORCH)'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
+
+tune: $(STAMP)
+	$(BIN)/replayssm-tune $(if $(GPU),--gpu '$(GPU)') $(ARGS)
+
+generate: $(STAMP)
+	$(BIN)/replayssm-tune generate $(ARGS)
+
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

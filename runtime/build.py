@@ -1,0 +1,118 @@
+"""Compiling a generated kernel for a target: signature, alignment and options in one place.
+
+Kernels are compiled ahead of their first launch with :func:`triton.compile` rather than through
+the just-in-time path: the signature is then the same for every pool layout (strides are always
+64-bit run-time arguments), nothing is specialised on values, and a launch costs no argument
+analysis. Needs no GPU: any target can be compiled for on any machine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .abi import CONSTEXPRS, parameters, scalar_arguments, tensor_arguments
+from .errors import CompileError
+from .plan import Structure, Tile, Variant
+from .spec import DTYPE_BYTES, Spec
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+ALIGNMENT_BYTES = 16
+"""Vector width of a load: pointers and strides of an aligned call are multiples of it."""
+
+_ITEM_BYTES = {**DTYPE_BYTES, "i32": 4, "i64": 8}
+
+
+def constants(tile: Tile) -> tuple[object, ...]:
+    """Values of the ``tl.constexpr`` parameters, in the order of :data:`.abi.CONSTEXPRS`."""
+    return (
+        tile.block_p,
+        tile.block_n,
+        tile.fold_block_n,
+        tile.heads_per_program,
+        tile.num_stages,
+        "evict_first" if tile.evict_first else "",
+    )
+
+
+def default_dtypes(spec: Spec, structure: Structure) -> tuple[str, ...]:
+    """Element dtypes of the tensor arguments as the spec implies them."""
+    return tuple(t.dtype for t in tensor_arguments(spec, structure))
+
+
+def source(
+    kernel: Any, spec: Spec, variant: Variant, dtypes: tuple[str, ...], *, aligned: bool, tiled: bool = True
+) -> ASTSource:
+    """The unit that Triton compiles: ``kernel`` with its types, tile numbers and alignment.
+
+    Args:
+        kernel: ``step`` or ``coefficients`` of a generated module.
+        dtypes: Element dtype of each tensor argument (``fp32``, ``bf16``, ``fp16``, ``i32``, ``i64``).
+        aligned: All pointers and strides of vector-loaded tensors are multiples of 16 bytes.
+        tiled: The kernel takes the tile arguments (``coefficients`` does not).
+    """
+    tensors = tensor_arguments(spec, variant.structure)
+    names = parameters(spec, variant.structure)
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        if aligned and tensor.vectorized:
+            attributes[(names.index(tensor.pointer),)] = [["tt.divisibility", ALIGNMENT_BYTES]]
+        signature[tensor.pointer] = f"*{dtype}"
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        for stride in tensor.strides:
+            if aligned and tensor.vectorized:
+                elements = ALIGNMENT_BYTES // _ITEM_BYTES[dtype]
+                attributes[(names.index(stride),)] = [["tt.divisibility", elements]]
+            signature[stride] = "i64"
+    for name in scalar_arguments(spec, variant.structure):
+        signature[name] = "i32"
+    if not tiled:
+        return ASTSource(kernel, signature, {}, attributes)
+    signature |= dict.fromkeys(CONSTEXPRS, "constexpr")
+    values = dict(zip(CONSTEXPRS, constants(variant.tile), strict=True))
+    return ASTSource(kernel, signature, values, attributes)
+
+
+def options(tile: Tile) -> dict[str, object]:
+    """Compiler options. Floating-point contraction is stated, since Triton's default changes."""
+    stated: dict[str, object] = {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+    if tile.max_registers:
+        stated["maxnreg"] = tile.max_registers
+    return stated
+
+
+def compile_kernel(
+    kernel: Any,
+    spec: Spec,
+    variant: Variant,
+    target: GPUTarget,
+    dtypes: tuple[str, ...] | None = None,
+    *,
+    aligned: bool = True,
+    tiled: bool = True,
+) -> CompiledKernel:
+    """Compile one kernel of a generated module for ``target``.
+
+    Raises:
+        CompileError: The compiler refused the kernel, or crashed on it.
+    """
+    dtypes = dtypes or default_dtypes(spec, variant.structure)
+    unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled)
+    try:
+        return triton.compile(unit, target=target, options=options(variant.tile))
+    except Exception as error:
+        detail = str(error).strip().splitlines()
+        raise CompileError(
+            f"{spec.key} {variant.key} does not compile for {target.backend}:{target.arch} with triton "
+            f"{triton.__version__}: {detail[-1] if detail else type(error).__name__}"
+        ) from error

@@ -1,0 +1,189 @@
+"""A plan compiled for one device, dtypes and alignment, ready to launch.
+
+This is the only place that turns tensors into kernel arguments; the ops, the gate and the
+benchmarks all launch through it, so that what is timed is what ships.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from .abi import CONSTEXPRS, scratch_size, tensor_arguments
+from .build import ALIGNMENT_BYTES, compile_kernel, constants
+from .plan import Plan, Structure, Variant
+from .spec import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+ModuleSource = Callable[[Spec, Structure], Path]
+"""Where the module of (spec, structure) lies as a file: a package, or a renderer's cache."""
+
+compilations = 0
+"""Kernels compiled or loaded by this process; a test counts them over pool layouts."""
+
+
+@functools.cache
+def load_module(path: Path) -> ModuleType:
+    """Import a generated module from its file (Triton reads the source again from there)."""
+    name = f"{__package__}._generated.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tensor_strides(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Stride arguments, in elements, of tensors given in the order of the kernel's arguments."""
+    strides: list[int] = []
+    for argument, tensor in zip(tensor_arguments(spec, structure), tensors, strict=False):
+        strides += tensor.stride()[: len(argument.stride_dims)]
+    return tuple(strides)
+
+
+def is_aligned(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> bool:
+    """Whether pointers and strides of all vector-loaded tensors are multiples of 16 bytes."""
+    for argument, tensor in zip(tensor_arguments(spec, structure), tensors, strict=False):
+        if not argument.vectorized:
+            continue
+        bits = tensor.data_ptr()
+        for stride in tensor.stride()[: len(argument.stride_dims)]:
+            bits |= stride * tensor.element_size()
+        if bits % ALIGNMENT_BYTES:
+            return False
+    return True
+
+
+class CompiledPlan:
+    """The launches of one plan.
+
+    Args:
+        spec: What the kernels compute.
+        plan: Which kernels, with their tiles.
+        module_source: Finds the modules' files.
+        dtypes: Element dtype names of the tensors, in argument order without the scratch.
+        aligned: See :func:`is_aligned`.
+        device: CUDA device; ignored in Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        plan: Plan,
+        module_source: ModuleSource,
+        dtypes: tuple[str, ...],
+        *,
+        aligned: bool,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self._device_index = device.index or 0
+        self._device = device
+        self._launches: list[tuple[Callable[..., None], Variant, bool, tuple[object, ...]]] = []
+        for variant in plan.variants:
+            module = load_module(module_source(spec, variant.structure))
+            precomputed = variant.structure.coefficients == "precomputed"
+            kernel_dtypes = (*dtypes, "fp32") if precomputed else dtypes
+            if precomputed:
+                launcher = self._launcher(module.coefficients, variant, kernel_dtypes, aligned, tiled=False)
+                self._launches.append((launcher, variant, False, ()))
+            launcher = self._launcher(module.step, variant, kernel_dtypes, aligned, tiled=True)
+            self._launches.append((launcher, variant, True, constants(variant.tile)))
+        self._needs_scratch = any(v.structure.coefficients == "precomputed" for v in plan.variants)
+
+    def _launcher(
+        self, kernel: Any, variant: Variant, dtypes: tuple[str, ...], aligned: bool, *, tiled: bool
+    ) -> Callable[..., None]:
+        if not hasattr(kernel, "cache_key"):  # Triton's interpreter
+            return functools.partial(_interpret, kernel)
+        global compilations
+        compilations += 1
+        target: GPUTarget = triton.runtime.driver.active.get_current_target()
+        compiled = compile_kernel(kernel, self.spec, variant, target, dtypes, aligned=aligned, tiled=tiled)
+        return _bind(compiled)
+
+    def launch(
+        self,
+        tensors: tuple[Tensor, ...],
+        strides: tuple[int, ...],
+        rows: int,
+        heads: int,
+        scalars: tuple[int, ...],
+        stream: int,
+    ) -> None:
+        """Launch the plan on ``stream``.
+
+        Args:
+            tensors: In argument order, without the scratch.
+            strides: Of :func:`tensor_strides`.
+            rows: Sequences, the second grid dimension.
+            heads: Heads on this device.
+            scalars: Ring capacity and null slot (native: null slot alone).
+            stream: Raw CUDA stream.
+        """
+        spec = self.spec
+        scratch: tuple[Tensor, ...] = ()
+        if self._needs_scratch:
+            size = heads * scratch_size(spec)
+            scratch = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)
+        for launcher, variant, tiled, values in self._launches:
+            tile = variant.tile
+            if tiled:
+                blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
+            else:
+                blocks = heads
+            if variant.structure.coefficients == "precomputed":
+                launcher(
+                    blocks, rows, stream, *tensors, *scratch, *strides, scratch[0].stride(0), *scalars, *values
+                )
+            else:
+                launcher(blocks, rows, stream, *tensors, *strides, *scalars, *values)
+
+
+def _bind(compiled: Any) -> Callable[..., None]:
+    compiled._init_handles()
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(blocks: int, rows: int, stream: int, *arguments: object) -> None:
+        run(blocks, rows, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def _interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:
+    del stream
+    kernel[(blocks, rows)](*arguments)
+
+
+__all__ = [
+    "CONSTEXPRS",
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "CompiledPlan",
+    "ModuleSource",
+    "is_aligned",
+    "load_module",
+    "tensor_strides",
+]
