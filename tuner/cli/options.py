@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 
+from ...codegen.targets import Gpu
 from ...runtime.spec import DTYPE_BYTES
 from .. import models, request
 from ..errors import UsageError
@@ -221,10 +221,9 @@ def selected_models(
     return tuple(dict.fromkeys(chosen)) or tuple(models.find(name) for name in models.DEFAULT_MODELS)
 
 
-def build_job(
+def resolve_workload(
+    gpu: Gpu,
     *,
-    gpu: str | None,
-    static: bool,
     model_names: Sequence[str],
     hf_config: Path | None,
     heads: int | None,
@@ -236,26 +235,24 @@ def build_job(
     state_dtype: Sequence[str] | None,
     buffer_len: int,
     batch: Sequence[int] | None,
-    budget: str | None,
-    store: Path,
-    output: Path,
-) -> request.Job:
-    """The request that parsed options add up to; parameters carry the options' names."""
-    bound = request.Budget() if budget is None else request.Budget.parse(budget)
-    layers = selected_models(model_names, hf_config, heads, head_dim, state_size, groups)
-    target = request.resolve_target(gpu, static)
-    work, notes = request.resolve_work(
-        layers,
-        target.gpu,
+) -> tuple[tuple[request.Work, ...], tuple[str, ...]]:
+    """Cells and notes that the workload options add up to; parameters carry the options' names."""
+    return request.resolve_work(
+        selected_models(model_names, hf_config, heads, head_dim, state_size, groups),
+        gpu,
         tensor_parallel=tp or (),
         state_dtypes=state_dtype or (),
         window=buffer_len,
         drafts=drafts,
         batches=batch or (),
     )
+
+
+def build_job(
+    *, gpu: str | None, static: bool, budget: str | None, store: Path, output: Path, **workload: Any
+) -> request.Job:
+    """The request that all options add up to."""
+    bound = request.Budget() if budget is None else request.Budget.parse(budget)
+    target = request.resolve_target(gpu, static)
+    work, notes = resolve_workload(target.gpu, **workload)
     return request.Job(target, work, bound, store, output, notes)
-
-
-def file_stem(name: str) -> str:
-    """A GPU's or model's name as the stem of a file: lower case, dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

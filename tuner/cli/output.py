@@ -53,7 +53,11 @@ def show_error(error: BaseException, debug: bool) -> ExitCode:
 
 def _parts(error: BaseException, code: ExitCode) -> tuple[str, str, str]:
     if isinstance(error, ReplayError):
-        return error.what, error.where, error.hint
+        if error.hint or "; " not in error.what:
+            return error.what, error.where, error.hint
+        # Short messages put the advice after the last semicolon.
+        what, _, hint = error.what.rpartition("; ")
+        return what, error.where, hint
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         verb = context.command_path if context is not None else "replayssm-tune"
