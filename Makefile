@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment that the first target sets up.
 #   make tune GPU=H100    tune for a GPU: on it, or statically where there is none
 #   make test             lint and the test suite
+#   make setup | lint | format | generate | clean    see CONTRIBUTING.md
 # Variables: PYTHON (>= 3.10), VENV_FLAGS, TORCH, PIP_FLAGS, GPU, ARGS, PYTEST_FLAGS. To use the torch of
 # an existing Python:  make tune PYTHON=/path/to/python3 VENV_FLAGS=--system-site-packages
 
@@ -18,33 +19,30 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test tune generate clean
+.PHONY: help setup lint format test tune generate clean $(VENV)
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "make setup | lint | format | generate | clean   see CONTRIBUTING.md"
 
-setup: $(STAMP)
-
-$(VENV): $(STAMP)
+setup $(VENV): $(STAMP)
 
 $(STAMP): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "'$(PYTHON)' is not Python >= 3.10: name one, e.g. make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV_FLAGS) $(VENV) || { \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV_FLAGS) $(VENV) || { \
 	  echo "'$(PYTHON) -m venv' failed: install the venv module of that Python (Debian: python3-venv)" >&2; exit 1; }
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(PIP_FLAGS) '$(TORCH)'
 	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@
 
 lint: $(STAMP)
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
