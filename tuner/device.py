@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import sys
 from typing import Any, Final
 
 from ..codegen.targets import Gpu
 
-_WARP: Final = 32
 _ATTRIBUTES: Final = {
     "clock_khz": 13,
     "sm_count": 16,
     "memory_clock_khz": 36,
     "memory_bus_bits": 37,
     "l2_bytes": 38,
-    "threads_per_sm": 39,
     "capability_major": 75,
     "capability_minor": 76,
-    "shared_bytes_per_sm": 81,
-    "registers_per_sm": 82,
-    "shared_bytes_per_block": 97,
 }
 """Numbers of ``CUdevice_attribute`` in the driver's interface."""
 
@@ -63,10 +57,6 @@ def describe(name: str, memory_bytes: int, values: dict[str, int]) -> Gpu:
         memory_bytes=memory_bytes,
         memory_gbps=transfers_per_s * values["memory_bus_bits"] // 8 // 10**9,
         l2_bytes=values["l2_bytes"],
-        shared_bytes_per_sm=values["shared_bytes_per_sm"],
-        shared_bytes_per_block=values["shared_bytes_per_block"],
-        registers_per_sm=values["registers_per_sm"],
-        max_warps_per_sm=values["threads_per_sm"] // _WARP,
         clock_mhz=values["clock_khz"] // 1000,
         source="the driver of this machine",
     )

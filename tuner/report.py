@@ -6,6 +6,7 @@ prints; each ``draw_*`` shows such data. Tests look at the data, not at the draw
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,8 +156,9 @@ class Checked:
     findings: tuple[Finding, ...] = ()
 
 
-_DEFAULT_STRUCTURE: Final = Structure("both")
 _DEFAULT_TILE: Final = Tile(0, 0)
+_TELLING_AXES: Final = ("coefficients", "route")
+"""Structural axes whose values need no name beside them."""
 _TILE_WORDS: Final = (
     ("fold_block_n", "fold"),
     ("heads_per_program", "heads"),
@@ -172,10 +174,10 @@ def short(plan: Plan) -> str:
     for variant in plan.variants:
         structure, tile = variant.structure, variant.tile
         words = [structure.role]
-        for name in ("coefficients", "route", "readout", "scores", "fold"):
-            value = getattr(structure, name)
-            if value != getattr(_DEFAULT_STRUCTURE, name):
-                words.append(f"{name}:{value}" if value == "dot" else value)
+        for axis in dataclasses.fields(Structure):
+            value = getattr(structure, axis.name)
+            if axis.name != "role" and value != axis.default:
+                words.append(value if axis.name in _TELLING_AXES else f"{axis.name}:{value}")
         words.append(f"{tile.block_p}x{tile.block_n}")
         for name, word in _TILE_WORDS:
             value = getattr(tile, name)

@@ -114,8 +114,7 @@ def resolve_target(
             )
         reason = "as asked" if static else "no GPU here"
         return Target(wanted, False, f"static mode for {wanted.name} ({reason}): nothing is timed")
-    known = targets.match_device(present.capability, present.sm_count, present.name)
-    here = known or present
+    here = targets.match_device(present.capability, present.sm_count, present.name) or present
     if wanted is not None and not _is_claimed(claimed or "", wanted, here):
         if static:
             return Target(
@@ -127,6 +126,12 @@ def resolve_target(
             where="--gpu",
             hint=f"leave --gpu out to tune for {here.name}, "
             f"or add --static to analyse {wanted.name} without measuring",
+        )
+    if (here.vendor, here.capability) not in targets.LIMITS:
+        raise UsageError(
+            f"compute capability {here.capability[0]}.{here.capability[1]} of {here.name} is not supported",
+            where="the GPU of this machine",
+            hint="name a supported GPU with --gpu and add --static",
         )
     if static:
         return Target(here, False, f"static mode for {here.name} (as asked): nothing is timed")

@@ -23,7 +23,7 @@ def gpu_info(gpu: Gpu) -> GpuInfo:
     """A GPU of the database as tables and the look-up know it."""
     return GpuInfo(
         name=gpu.name,
-        vendor="nvidia",
+        vendor=gpu.vendor,
         capability=gpu.capability,
         sm_count=gpu.sm_count,
         memory_bytes=gpu.memory_bytes,

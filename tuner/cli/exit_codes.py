@@ -8,6 +8,7 @@ from typing import Final
 
 import click
 
+from ...codegen.targets import GpuError
 from ...runtime.errors import ArgumentError, CompileError, DispatchError, ReplayError, SpecError, TableError
 from ..errors import (
     CoverageError,
@@ -56,6 +57,7 @@ MEANING: Final = {
 
 BY_ERROR: Final[dict[type[ReplayError], ExitCode]] = {
     UsageError: ExitCode.USAGE,
+    GpuError: ExitCode.USAGE,
     SpecError: ExitCode.USAGE,
     ArgumentError: ExitCode.USAGE,
     GpuMismatchError: ExitCode.GPU_MISMATCH,
