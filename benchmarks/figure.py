@@ -116,9 +116,7 @@ def _panel(
     for tick in _octaves(*x_range):
         parts.append(_line(x(tick), _TOP, x(tick), bottom))
         parts.append(_text(x(tick), bottom + 18, str(tick), anchor="middle"))
-    parts.append(
-        _text(left + width / 2, bottom + 40, "effective batch (sequences x heads)", anchor="middle")
-    )
+    parts.append(_text(left + width / 2, bottom + 40, "effective batch (sequences x heads)", anchor="middle"))
     if first:
         middle = (_TOP + bottom) / 2
         parts.append(

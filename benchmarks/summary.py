@@ -105,7 +105,11 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
         "gpu": gpu,
     }
     time_us, roof_us = cell.get("time_us", {}), cell.get("roof_us", {})
-    roofs_us = {"nonflush": roof_us.get("read"), "flush": roof_us.get("scale"), "mix": mix_roof_us(spec, roof_us)}
+    roofs_us = {
+        "nonflush": roof_us.get("read"),
+        "flush": roof_us.get("scale"),
+        "mix": mix_roof_us(spec, roof_us),
+    }
     for branch, roof in roofs_us.items():
         if roof is None or time_us.get(branch) is None:
             continue
@@ -159,7 +163,10 @@ def _identity(record: Record) -> str:
 
 def _order(record: Record) -> tuple[Any, ...]:
     cell = record["cell"]
-    return (record["claim"], *((0, v, "") if isinstance(v, int) else (1, 0, str(v)) for v in map(cell.get, CELL_KEYS)))
+    return (
+        record["claim"],
+        *((0, v, "") if isinstance(v, int) else (1, 0, str(v)) for v in map(cell.get, CELL_KEYS)),
+    )
 
 
 def dumps(records: Sequence[Record]) -> str:
@@ -181,9 +188,7 @@ def load_summary(path: Path = SUMMARY) -> list[Record]:
 
 def select(records: Iterable[Record], claim: str, **cell: Any) -> list[Record]:
     """Records of a claim whose cell has these values."""
-    return [
-        r for r in records if r["claim"] == claim and all(r["cell"].get(k) == v for k, v in cell.items())
-    ]
+    return [r for r in records if r["claim"] == claim and all(r["cell"].get(k) == v for k, v in cell.items())]
 
 
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -257,9 +262,7 @@ def render(text: str, records: Sequence[Record]) -> str:
     Raises:
         KeyError: A region has a name nobody knows.
     """
-    return _REGION.sub(
-        lambda m: f"{m['begin']}\n{REGIONS[m['name']](records)}\n\n{m['end']}", text
-    )
+    return _REGION.sub(lambda m: f"{m['begin']}\n{REGIONS[m['name']](records)}\n\n{m['end']}", text)
 
 
 def documents(root: Path = ROOT) -> list[Path]:
@@ -282,14 +285,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"rewrote {path.relative_to(ROOT)}")
     missed = [r for r in records if r["asked"] is not None and not reached(r)]
     for record in missed:
-        print(f"below what is asked: {record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}")
+        print(
+            f"below what is asked: {record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}"
+        )
     print(f"{len(records)} records, {len(missed)} below what is asked")
     return 0
 
 
 def reached(record: Record) -> bool:
     """Whether a figure is at least as good as what is asked of it."""
-    better = record["value"] >= record["asked"] if record["higher_is_better"] else record["value"] <= record["asked"]
+    better = (
+        record["value"] >= record["asked"]
+        if record["higher_is_better"]
+        else record["value"] <= record["asked"]
+    )
     return bool(better)
 
 

@@ -129,7 +129,9 @@ def from_hf_config(path: Path) -> Model:
             f"the config is not JSON: {error}", where=where, hint="give the path of a config.json"
         ) from error
     if not isinstance(config, dict):
-        raise UsageError("the config is not a JSON object", where=where, hint="give the path of a config.json")
+        raise UsageError(
+            "the config is not a JSON object", where=where, hint="give the path of a config.json"
+        )
     if isinstance(config.get("text_config"), dict):
         config = config["text_config"]
     family = config.get("model_type")

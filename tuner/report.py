@@ -414,9 +414,7 @@ def _draw_tried(tried: Sequence[Data], console: Console) -> None:
 def draw_planned(data: Data, console: Console) -> None:
     """Draw :func:`planned_info`."""
     mode = "static" if data["static"] else "measured"
-    console.print(
-        f"{data['gpu']} ({mode}): {data['cells']} cells, {data['kept']} of {data['points']} points"
-    )
+    console.print(f"{data['gpu']} ({mode}): {data['cells']} cells, {data['kept']} of {data['points']} points")
     _draw_tried(data["specs"], console)
     if data["estimate_s"] is not None:
         console.print(f"estimated time of a tune: {data['estimate_s'] / 60:.1f} minutes")
@@ -430,7 +428,8 @@ def draw_served(served: Sequence[Data], console: Console) -> None:
     start = 0
     for index in range(1, len(served) + 1):
         answer = [
-            (s["spec"], s["plan"], s["step"], s["reason"]) for s in (served[start], *served[index : index + 1])
+            (s["spec"], s["plan"], s["step"], s["reason"])
+            for s in (served[start], *served[index : index + 1])
         ]
         if len(answer) == 2 and answer[0] == answer[1]:
             continue

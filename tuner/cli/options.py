@@ -181,9 +181,7 @@ def output_options(function: Function) -> Function:
     """How the result is shown."""
     return _stack(
         click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
-        click.option(
-            "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
-        ),
+        click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
     )(function)
 
 
