@@ -7,6 +7,7 @@ prints; each ``draw_*`` shows such data. Tests look at the data, not at the draw
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -425,19 +426,18 @@ def draw_planned(data: Data, console: Console) -> None:
 def draw_served(served: Sequence[Data], console: Console) -> None:
     """Draw what dispatch serves; neighbouring batches with one answer share a line."""
     grid = _grid("dispatch serves", ["spec", "batches", "plan", "because"], ("spec", "plan", "because"))
-    start = 0
-    for index in range(1, len(served) + 1):
-        answer = [
-            (s["spec"], s["plan"], s["step"], s["reason"])
-            for s in (served[start], *served[index : index + 1])
-        ]
-        if len(answer) == 2 and answer[0] == answer[1]:
-            continue
-        first, last = served[start]["effective_batch"], served[index - 1]["effective_batch"]
-        batches = str(first) if first == last else f"{first}-{last}"
-        grid.add_row(served[start]["spec"], batches, served[start]["plan_short"], served[start]["reason"])
-        start = index
+    for answer, cells in itertools.groupby(served, lambda s: (s["spec"], s["plan_short"], _because(s))):
+        batches = [cell["effective_batch"] for cell in cells]
+        span = str(batches[0]) if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
+        spec, plan, because = answer
+        grid.add_row(spec, span, plan, because)
     console.print(grid)
+
+
+def _because(served: Data) -> str:
+    """The reason without what differs from batch to batch."""
+    parts = str(served["reason"]).split("; ")
+    return "; ".join(part for part in parts if not part.startswith("nearest effective batch"))
 
 
 def draw_tuned(data: Data, console: Console) -> None:
@@ -448,10 +448,10 @@ def draw_tuned(data: Data, console: Console) -> None:
     if data["served"]:
         draw_served(data["served"], console)
     if data["static_share"]:
-        share = data["static_share"]
+        median, p10 = (_share(data["static_share"].get(name)) for name in ("median", "p10"))
         console.print(
-            "the analytical model's picks on recorded landscapes reach "
-            f"{_share(share.get('median'))} of the optimum (median), {_share(share.get('p10'))} (10th percentile)"
+            f"on recorded landscapes the analytical model's picks reach {median} of the optimum "
+            f"(median; 10th percentile {p10})"
         )
     for failure in data["gate_failures"]:
         console.print(f"numerically wrong, left out: {failure}")

@@ -79,10 +79,8 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu) -> Dat
 
     ``paths`` are looked at as a user's tables are; none means the installed ones.
     """
-    if paths:
-        lookup = Lookup(read(paths))
-    else:
-        lookup = Lookup(shipped_tables(strict=True), user_tables(strict=True))
+    shipped, own = ((), read(paths)) if paths else (shipped_tables(strict=True), user_tables(strict=True))
+    lookup = Lookup(shipped, own)
     info = gpu_info(gpu)
     cells = []
     for item in work:

@@ -28,6 +28,9 @@ class TuneByDefault(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put ``tune`` in front of options that stand without a verb."""
         if not args or (args[0].startswith("-") and args[0] not in _OWN_OPTIONS):
+            verb = next((word for word in args if word in self.commands), None)
+            if verb is not None:
+                ctx.fail(f"the verb comes first: replayssm-tune {verb} [OPTIONS]")
             args = ["tune", *args]
         return super().parse_args(ctx, args)
 

@@ -21,45 +21,37 @@ WORK_FOLDER: Final = Path(".replayssm")
 """Where a run keeps its store and puts its results unless told otherwise."""
 
 
-class IntegerList(click.ParamType):
-    """Integers separated by commas, each at least ``minimum``."""
+Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
-    name = "list"
 
-    def __init__(self, minimum: int) -> None:
-        self.minimum = minimum
+def integers(minimum: int) -> Callback:
+    """Callback of an option that takes integers separated by commas; repeated values count once."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Parse ``1,8,64``; repeated values count once."""
-        if isinstance(value, tuple):
-            return value
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
         try:
-            numbers = tuple(dict.fromkeys(int(part) for part in str(value).split(",")))
+            numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
         except ValueError:
-            self.fail(f"'{value}' is not a list of integers; write for example 1,8,64", param, ctx)
-        if min(numbers) < self.minimum:
-            self.fail(f"{min(numbers)} is below {self.minimum}", param, ctx)
+            raise click.BadParameter(
+                f"'{value}' is not a list of integers; write for example 1,8,64", ctx, param
+            ) from None
+        if min(numbers) < minimum:
+            raise click.BadParameter(f"{min(numbers)} is below {minimum}", ctx, param)
         return numbers
 
+    return parse
 
-class DtypeList(click.ParamType):
-    """State dtypes separated by commas."""
 
-    name = "list"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Parse ``fp32,bf16``; repeated values count once."""
-        if isinstance(value, tuple):
-            return value
-        names = tuple(dict.fromkeys(part.strip().lower() for part in str(value).split(",")))
-        for name in names:
-            if name not in DTYPE_BYTES:
-                self.fail(f"'{name}' is not one of {', '.join(DTYPE_BYTES)}", param, ctx)
-        return names
+def dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Callback of an option that takes dtypes separated by commas; repeated values count once."""
+    if value is None:
+        return None
+    names = tuple(dict.fromkeys(part.strip().lower() for part in value.split(",")))
+    for name in names:
+        if name not in DTYPE_BYTES:
+            raise click.BadParameter(f"'{name}' is not one of {', '.join(DTYPE_BYTES)}", ctx, param)
+    return names
 
 
 def _stack(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
@@ -108,13 +100,13 @@ def workload_options(function: Function) -> Function:
         ),
         click.option(
             "--tp",
-            type=IntegerList(1),
+            callback=integers(1),
             metavar="LIST",
             help="Tensor-parallel splits. Default: 1,2,4,8, as far as a model can be split so.",
         ),
         click.option(
             "--drafts",
-            type=IntegerList(0),
+            callback=integers(0),
             default="0",
             show_default=True,
             metavar="LIST",
@@ -122,7 +114,7 @@ def workload_options(function: Function) -> Function:
         ),
         click.option(
             "--state-dtype",
-            type=DtypeList(),
+            callback=dtypes,
             metavar="LIST",
             help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16.",
         ),
@@ -136,7 +128,7 @@ def workload_options(function: Function) -> Function:
         ),
         click.option(
             "--batch",
-            type=IntegerList(1),
+            callback=integers(1),
             metavar="LIST",
             help="Sequences per GPU. Default: a grid from one sequence up to an effective batch "
             f"(sequences x heads) of {request.MAX_EFFECTIVE_BATCH}.",
@@ -206,9 +198,9 @@ def selected_models(
     if len(missing) == len(shape) and groups is not None:
         raise UsageError("--groups alone is no shape", where="--groups", hint=f"add {', '.join(missing)}")
     if not missing:
-        assert heads is not None and head_dim is not None and state_size is not None
-        name = f"{heads}x{head_dim}x{state_size}"
-        chosen.append(Model(name, heads, head_dim, state_size, 1 if groups is None else groups))
+        sizes = (heads or 0, head_dim or 0, state_size or 0)
+        name = "x".join(map(str, sizes))
+        chosen.append(Model(name, *sizes, groups=1 if groups is None else groups))
     elif len(missing) < len(shape):
         given = ", ".join(option for option in shape if option not in missing)
         raise UsageError(

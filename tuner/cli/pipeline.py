@@ -1,4 +1,4 @@
-"""The tuner as the verbs call it, loaded on demand: it brings torch, which a usage error must not wait for."""
+"""The tuner as the verbs call it, loaded on demand: a usage error must not wait for torch."""
 
 from __future__ import annotations
 
