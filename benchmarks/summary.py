@@ -285,9 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"rewrote {path.relative_to(ROOT)}")
     missed = [r for r in records if r["asked"] is not None and not reached(r)]
     for record in missed:
-        print(
-            f"below what is asked: {record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}"
-        )
+        print(f"{record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}")
     print(f"{len(records)} records, {len(missed)} below what is asked")
     return 0
 

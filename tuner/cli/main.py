@@ -47,9 +47,7 @@ class TuneByDefault(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The group's own options, then those of ``tune``, then the verbs."""
         with formatter.section("Options without a verb (those of tune)"):
-            formatter.write_dl(
-                [r for p in tune.get_params(ctx) if p.name != "help" and (r := p.get_help_record(ctx))]
-            )
+            formatter.write_dl([r for p in tune.params if (r := p.get_help_record(ctx))])
         super().format_options(ctx, formatter)
 
 

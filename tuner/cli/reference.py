@@ -6,6 +6,7 @@ document: each stands between ``<!-- cli:begin VERB -->`` (or ``exit-codes``) an
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -14,22 +15,45 @@ import click
 
 from .exit_codes import MEANING
 from .main import cli
+from .tune import tune
 
 _REGION = re.compile(
     r"(?P<begin><!-- cli:begin (?P<name>[a-z -]+) -->\n).*?(?P<end><!-- cli:end -->)", re.DOTALL
 )
 
 
-def options_table(command: click.Command) -> str:
-    """Usage line and option table of a command."""
+def option_rows(command: click.Command) -> dict[str, str]:
+    """Meaning of each option of a command, by its names."""
     context = click.Context(command)
-    lines = ["| option | meaning |", "|---|---|"]
-    for parameter in command.get_params(context):
+    rows = {}
+    for parameter in command.params:
         record = parameter.get_help_record(context)
-        if record is not None and parameter.name != "help":
-            names, meaning = (text.replace("|", "\\|") for text in record)
-            lines.append(f"| `{names}` | {meaning} |")
-    return "\n".join(lines)
+        if record is not None:
+            names, meaning = (text.replace("|", "\\|").replace("  [", " [") for text in record)
+            rows[names] = meaning
+    return rows
+
+
+def options_table(command: click.Command) -> str:
+    """Options of a command; those it shares with ``tune`` are only named."""
+    rows = option_rows(command)
+    common = option_rows(tune) if command is not tune else {}
+    shared = [names for names, meaning in rows.items() if common.get(names) == meaning]
+    own = {names: meaning for names, meaning in rows.items() if names not in shared}
+    parts = []
+    if shared:
+        names = ", ".join(f"`{names.split()[0]}`" for names in shared)
+        parts.append(f"Options as for `tune`: {names}.")
+    if own:
+        table = [f"| `{names}` | {meaning} |" for names, meaning in own.items()]
+        parts.append("\n".join(["| option | meaning |", "|---|---|", *table]))
+    return "\n\n".join(parts)
+
+
+def usage_line(command: click.Command, name: str) -> str:
+    """How a verb is called, in one line."""
+    context = click.Context(command)
+    return f"`replayssm-tune {name} {' '.join(command.collect_usage_pieces(context))}`"
 
 
 def exit_codes_table() -> str:
@@ -51,7 +75,8 @@ def section(name: str) -> str:
         if not isinstance(command, click.Group):
             raise KeyError(name)
         command = command.commands[word]
-    return f"{(command.help or '').strip()}\n\n{options_table(command)}"
+    text = inspect.cleandoc(command.help or "")
+    return f"{usage_line(command, name)}\n\n{text}\n\n{options_table(command)}"
 
 
 def render(text: str) -> str:
