@@ -26,8 +26,8 @@ def option_rows(command: click.Command) -> dict[str, str]:
     """Meaning of each option of a command, by its names."""
     context = click.Context(command)
     rows = {}
-    for parameter in command.params:
-        record = parameter.get_help_record(context)
+    for option in (p for p in command.params if isinstance(p, click.Option)):
+        record = option.get_help_record(context)
         if record is not None:
             names, meaning = (text.replace("|", "\\|").replace("  [", " [") for text in record)
             rows[names] = meaning
