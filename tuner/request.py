@@ -18,6 +18,7 @@ from .errors import GpuMismatchError, NoGpuError, UsageError
 from .models import DEFAULT_TENSOR_PARALLEL, Model, specs, split
 
 MAX_EFFECTIVE_BATCH: Final = 65536
+DEFAULT_STATE_DTYPES: Final = ("fp32", "bf16")
 MEMORY_SHARE: Final = 0.8
 """Share of a GPU's memory that state and rings may take: weights of the benchmark's copies need room."""
 LAYER_BUFFERS: Final = 2
@@ -175,7 +176,7 @@ def resolve_work(
         models: Layers at tensor parallel 1.
         gpu: Bounds the batches by its memory.
         tensor_parallel: Splits; empty takes the usual ones that each model can have.
-        state_dtypes: Empty takes fp32 and bf16.
+        state_dtypes: Empty takes fp32, bf16 and the model's own.
         window: Ring tokens before a flush.
         drafts: Draft tokens per step, one spec each.
         batches: Sequences per GPU; empty takes the canonical grid, from one sequence of the most
@@ -193,8 +194,9 @@ def resolve_work(
             note = split(model, gpus).note
             if note and note not in notes:
                 notes.append(note)
+            dtypes = state_dtypes or dict.fromkeys((*DEFAULT_STATE_DTYPES, model.state_dtype))
             for count in drafts:
-                for spec, heads in specs(model, (gpus,), state_dtypes or ("fp32", "bf16"), window, count):
+                for spec, heads in specs(model, (gpus,), dtypes, window, count):
                     heads_of.setdefault(spec, set()).add(heads)
                     layer = f"{model.name} tp{gpus}"
                     names = layers_of.setdefault(spec, [])

@@ -14,7 +14,7 @@ from . import options, output, pipeline
 @click.command()
 @options.gpu_option
 @options.workload_options
-@options.run_options
+@options.store_option
 @click.option(
     "--results",
     type=click.Path(path_type=Path),
@@ -23,12 +23,12 @@ from . import options, output, pipeline
     metavar="DIR",
     help="Folder for the run file with environment, protocol and samples.",
 )
-@options.output_options
+@options.result_options
 def bench(as_json: bool, results: Path, **values: Any) -> None:
     """Time what dispatch serves beside the roof, the native kernel and the default config."""
     from .. import progress, report
 
-    job = options.build_job(static=False, **values)
+    job = options.build_job(**values)
     if not job.target.measured:
         raise NoGpuError(
             "bench times kernels, and no GPU is here",

@@ -12,7 +12,7 @@ from .exit_codes import ExitCode
 
 @click.command()
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[FOLDER]...")
-@options.output_options
+@options.result_options
 def check(folders: tuple[Path, ...], as_json: bool) -> int:
     """Check generated folders without a GPU; no FOLDER means the installed one.
 

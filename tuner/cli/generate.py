@@ -13,8 +13,9 @@ from . import options, output, pipeline
 @options.gpu_option
 @options.static_option
 @options.workload_options
-@options.run_options
-@options.output_options
+@options.store_option
+@options.output_option
+@options.result_options
 def generate(as_json: bool, **values: Any) -> None:
     """Write kernels and the dispatch table from the store, without timing anything."""
     from .. import progress, report

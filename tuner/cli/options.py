@@ -17,8 +17,9 @@ from ..models import Model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-WORK_FOLDER: Final = Path(".replayssm")
-"""Where a run keeps its store and puts its results unless told otherwise."""
+STORE: Final = Path(".replayssm/store")
+OUTPUT: Final = Path(".replayssm/generated")
+"""Where a run keeps its measurements and puts its results unless told otherwise."""
 
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -116,7 +117,7 @@ def workload_options(function: Function) -> Function:
             "--state-dtype",
             callback=dtypes,
             metavar="LIST",
-            help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16.",
+            help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16 and the model's own.",
         ),
         click.option(
             "--buffer-len",
@@ -136,24 +137,13 @@ def workload_options(function: Function) -> Function:
     )(function)
 
 
-def run_options(function: Function) -> Function:
-    """Budget and places."""
-    return _stack(
-        click.option(
-            "--budget",
-            metavar="MINUTES|TRIALS",
-            help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) "
-            "or a number of trials (500t).",
-        ),
-        store_option,
-        click.option(
-            "--output",
-            type=click.Path(path_type=Path),
-            default=WORK_FOLDER / "generated",
-            show_default=True,
-            metavar="DIR",
-            help="Folder for kernels and dispatch tables.",
-        ),
+def budget_option(function: Function) -> Function:
+    """``--budget``."""
+    return click.option(
+        "--budget",
+        metavar="MINUTES|TRIALS",
+        help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) "
+        "or a number of trials (500t).",
     )(function)
 
 
@@ -162,14 +152,26 @@ def store_option(function: Function) -> Function:
     return click.option(
         "--store",
         type=click.Path(path_type=Path),
-        default=WORK_FOLDER / "store",
+        default=STORE,
         show_default=True,
         metavar="PATH",
         help="Where every measurement is kept at once; the same store resumes.",
     )(function)
 
 
-def output_options(function: Function) -> Function:
+def output_option(function: Function) -> Function:
+    """``--output``."""
+    return click.option(
+        "--output",
+        type=click.Path(path_type=Path),
+        default=OUTPUT,
+        show_default=True,
+        metavar="DIR",
+        help="Folder for kernels and dispatch tables.",
+    )(function)
+
+
+def result_options(function: Function) -> Function:
     """How the result is shown."""
     return _stack(
         click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
@@ -239,9 +241,15 @@ def resolve_workload(
 
 
 def build_job(
-    *, gpu: str | None, static: bool, budget: str | None, store: Path, output: Path, **workload: Any
+    *,
+    gpu: str | None,
+    static: bool = False,
+    budget: str | None = None,
+    store: Path = STORE,
+    output: Path = OUTPUT,
+    **workload: Any,
 ) -> request.Job:
-    """The request that all options add up to."""
+    """The request that all options add up to; parameters carry the options' names."""
     bound = request.Budget() if budget is None else request.Budget.parse(budget)
     target = request.resolve_target(gpu, static)
     work, notes = resolve_workload(target.gpu, **workload)

@@ -13,8 +13,9 @@ from . import options, output, pipeline
 @options.gpu_option
 @options.static_option
 @options.workload_options
-@options.run_options
-@options.output_options
+@options.budget_option
+@options.store_option
+@options.result_options
 def plan(as_json: bool, **values: Any) -> None:
     """Show what a tune would try: cells, variants, what falls out and why, and the time it takes."""
     from .. import progress, report

@@ -21,7 +21,7 @@ def table() -> None:
 @table.command()
 @_PATHS
 @options.gpu_option
-@options.output_options
+@options.result_options
 def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
     """Show the rows of tables; no TABLE means the user's and the installed ones."""
     from ...codegen import targets
@@ -39,7 +39,7 @@ def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
 @_PATHS
 @options.gpu_option
 @options.workload_options
-@options.output_options
+@options.result_options
 def explain(tables: tuple[Path, ...], gpu: str | None, as_json: bool, **values: Any) -> None:
     """Explain what dispatch serves on a GPU and why; one cell shows every place that was looked in."""
     from .. import tables as reader

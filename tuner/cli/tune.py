@@ -14,8 +14,10 @@ from .exit_codes import ExitCode
 @options.gpu_option
 @options.static_option
 @options.workload_options
-@options.run_options
-@options.output_options
+@options.budget_option
+@options.store_option
+@options.output_option
+@options.result_options
 def tune(as_json: bool, **values: Any) -> int:
     """Plan, compile, gate, search and emit: kernels and a dispatch table for one GPU.
 
