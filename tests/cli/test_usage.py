@@ -62,7 +62,9 @@ BAD_INPUT = {
     "verb after options": (("--gpu", "H100", "plan"), 2, "the verb comes first", "--help"),
     "unknown option": (("plan", "--gpus", "H100"), 2, "--gpus", "plan --help"),
     "bench without a gpu": (("bench", "--gpu", "H100"), 4, "no GPU is here", "plan"),
-    "table that is not there": (("table", "show", "absent.json"), 9, "cannot read the table", "check the path"),
+    "table that is not there": (
+        ("table", "show", "absent.json"), 9, "cannot read the table", "check the path",
+    ),
 }  # fmt: skip
 
 
