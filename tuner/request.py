@@ -90,14 +90,14 @@ class Job:
 
 
 def resolve_target(
-    claimed: str | None, static: bool, probe: Callable[[], Gpu | None] = device.probe
+    claimed: str | None, static: bool, probe: Callable[[], Gpu | None] | None = None
 ) -> Target:
     """The GPU to work for. ``claimed`` is checked against the one that is present.
 
     Args:
         claimed: ``--gpu``: a name of the database, or None to take the GPU that is found.
         static: Measure nothing, even if the GPU is here.
-        probe: Asks the machine for its GPU.
+        probe: Asks the machine for its GPU; None asks the driver.
 
     Raises:
         UsageError: Nobody knows the claimed GPU.
@@ -105,7 +105,7 @@ def resolve_target(
         NoGpuError: None is claimed and none is present.
     """
     wanted = None if claimed is None else targets.find(claimed)
-    present = probe()
+    present = (probe or device.probe)()
     if present is None:
         if wanted is None:
             raise NoGpuError(

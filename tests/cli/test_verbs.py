@@ -65,10 +65,8 @@ def present(monkeypatch):
     """Puts a GPU, or none, into the machine."""
 
     def put(name):
-        driver = device._driver
         gpu = targets.find(name) if name else None
         monkeypatch.setattr(device, "probe", lambda: gpu)
-        assert device._driver is driver
 
     put(None)
     return put
@@ -138,10 +136,9 @@ def test_the_whole_request(call, tuner, tmp_path):
     assert {work.effective_batches for work in job.work} == {(32, 128), (8, 32)}
 
 
-@pytest.mark.parametrize(
-    "arguments", [("tune", "--gpu", "H100"), ("plan", "--gpu", "H100"), ("generate", "--gpu", "H100"), ("check",)]
-)  # fmt: skip
-def test_json_is_one_document_and_the_only_thing_on_stdout(call, arguments):
+@pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])
+def test_json_is_one_document_and_the_only_thing_on_stdout(call, verb):
+    arguments = (verb,) if verb == "check" else (verb, "--gpu", "H100")
     code, out, err = call(*arguments, "--json")
     assert code == 0
     assert json.loads(out)
