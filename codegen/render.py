@@ -58,10 +58,17 @@ def render(spec: Spec, structure: Structure) -> str:
             constexprs=CONSTEXPRS,
             n_block=n_block,
             ring_block=ring_block(spec),
+            group_block=next_power_of_two(spec.heads_per_group),
             split_terms=split_terms(spec),
         )
     )
     return _tidy(source)
+
+
+@functools.cache
+def render_cursors() -> str:
+    """Source of the cursor ops' module, the same for every spec: ``commit``, ``reset``, ``drained``."""
+    return _tidy(_environment().get_template("cursors.py.jinja").render())
 
 
 def module_digest(source: str) -> str:
@@ -87,25 +94,13 @@ def module_name(spec: Spec, structure: Structure) -> str:
 
 
 def _tidy(source: str) -> str:
-    lines = [line.rstrip() for line in source.splitlines()]
-    tidy: list[str] = []
-    for line in lines:
-        if line or (tidy and tidy[-1] and not tidy[-1].endswith((":", "(", ","))):
-            tidy.append(line)
-    return _spread("\n".join(tidy))
-
-
-def _spread(source: str) -> str:
-    """Two blank lines before a top-level definition, none inside a body."""
+    """Blank lines as the formatter wants them: two around functions, none inside bodies."""
     out: list[str] = []
-    for line in source.splitlines():
-        indented = line.startswith((" ", ")", "@", "def ")) or not line
-        if not line and out and out[-1].startswith("    "):
-            continue
+    for line in (text.rstrip() for text in source.splitlines()):
         if line.startswith("@triton.jit"):
             while out and not out[-1]:
                 out.pop()
             out += ["", ""]
-        out.append(line)
-        del indented
+        if line or (out and out[-1] and not out[-1].startswith((" ", "def ", "@"))):
+            out.append(line)
     return "\n".join(out).strip() + "\n"

@@ -44,6 +44,7 @@ CONSTEXPRS = (
     "BLOCK_N",
     "FOLD_BLOCK_N",
     "HEADS_PER_PROGRAM",
+    "HEAD_BLOCK",
     "NUM_STAGES",
     "EVICTION",
 )

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .abi import CONSTEXPRS, parameters, scalar_arguments, tensor_arguments
+from .abi import CONSTEXPRS, next_power_of_two, parameters, scalar_arguments, tensor_arguments
 from .errors import CompileError
 from .plan import Structure, Tile, Variant
 from .spec import DTYPE_BYTES, Spec
@@ -35,6 +35,7 @@ def constants(tile: Tile) -> tuple[object, ...]:
         tile.block_n,
         tile.fold_block_n,
         tile.heads_per_program,
+        next_power_of_two(tile.heads_per_program),
         tile.num_stages,
         "evict_first" if tile.evict_first else "",
     )

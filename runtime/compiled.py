@@ -153,7 +153,7 @@ class CompiledPlan:
             if tiled:
                 blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
             else:
-                blocks = heads
+                blocks = heads // spec.heads_per_group
             if variant.structure.coefficients == "precomputed":
                 launcher(
                     blocks, rows, stream, *tensors, *scratch, *strides, scratch[0].stride(0), *scalars, *values

@@ -1,0 +1,465 @@
+"""The public ops, one function each, and their registration with torch.
+
+Operators live in a namespace derived from the package that registers them, so that the tool and
+several kernel packages can be imported into one process. Outside of compilation, tracing and
+dispatch modes, a public function calls its implementation directly: torch's dispatcher costs more
+than all checks together.
+
+Ops have no gradient. Tensors that require one are refused under grad mode; decode under
+``torch.no_grad()`` or ``torch.inference_mode()``.
+
+Row contract: ``slot_index`` names each row's slot, -1 (any negative number) or ``null_slot`` marks
+padding. No slot may occur twice among the live rows of one call, and slots are not range-checked on a
+GPU. A step must not be run twice on the same slots without the ``commit`` in between.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from . import checks, reference
+from .dtypes import TORCH_DTYPES
+from .errors import ArgumentError
+from .spec import DTYPE_BYTES, Spec
+
+NAMESPACE: Final = (__package__ or "replayssm").removesuffix(".runtime").replace(".", "_")
+"""Operators are ``torch.ops.<NAMESPACE>.<name>``."""
+
+
+def mamba2_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    state: Tensor,
+    ring_x: Tensor,
+    ring_b: Tensor,
+    ring_decay: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    window: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One decode step of Mamba-2 with a ring: outputs from old state and ring, a fold when it is full.
+
+    ``delta = softplus(dt + dt_bias)``, ``S = exp(A delta) S + delta x B^T``, ``y = S C (+ D x) (silu(z))``.
+    A row flushes iff ``ring_len + 1 > window``: its ring tokens are folded into ``state``. The new token
+    is appended to the ring either way. Cursors are only read; :func:`commit` moves them, once per step
+    after the last layer. Between a flushing step and its commit nothing else may read the slot.
+
+    The innermost dimension of every tensor is contiguous, other strides are free. Outputs beyond the
+    range of a 16-bit dtype become infinite; the state is not affected. Padded rows write zeros to
+    their output and touch nothing else.
+
+    Args:
+        x: (rows, heads, head_dim), fp32, bf16 or fp16: the activation dtype.
+        dt: (rows, heads), fp32, bf16 or fp16, raw.
+        A: (heads,) fp32, negative.
+        B: (rows, groups, state_size), activation dtype. Heads share a group's B and C.
+        C: (rows, groups, state_size), activation dtype.
+        state: (slots, heads, head_dim, state_size), fp32, bf16 or fp16; written by flushing rows.
+        ring_x: (slots, heads, capacity, head_dim), activation dtype or fp32; appended to.
+        ring_b: (slots, groups, capacity, state_size), dtype of ring_x; appended to.
+        ring_decay: (slots, heads, capacity) fp32; ``delta`` is appended.
+        ring_start: (slots,) int32, index of each ring's oldest token, below the capacity.
+        ring_len: (slots,) int32, tokens in each ring, at most ``window``.
+        slot_index: (rows,) int32 or int64.
+        window: Tokens a ring holds before it is folded, 1 to 64; capacity is at least window + 1.
+        D: (heads,), fp32, bf16 or fp16.
+        z: (rows, heads, head_dim), activation dtype.
+        dt_bias: (heads,), fp32, bf16 or fp16.
+        dt_softplus: dt (after the bias) passes through softplus.
+        null_slot: Slot that marks padding besides negative ones.
+        out: (rows, heads, head_dim), activation dtype, memory of its own; None allocates it.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ArgumentError: A tensor does not fit; the message says which, where and what to do.
+        SpecError: No kernel serves the head dim, state size, window or dtypes.
+    """
+    null = -1 if null_slot is None else null_slot
+    if _goes_direct(x, state):
+        signature = checks.step_signature(
+            x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
+            slot_index, out, window, dt_softplus,
+        )  # fmt: skip
+        if signature.requires_grad and torch.is_grad_enabled():
+            _refuse_grad(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, out=out)
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        else:
+            checks.check_out(out, x, z, signature)
+        if not signature.rows:
+            return out
+        step = _launch_step if signature.device == "cuda" else _cpu_step
+        step(
+            x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
+            slot_index, out, window, dt_softplus, null, signature,
+        )  # fmt: skip
+        return out
+    if torch.is_grad_enabled():
+        _refuse_grad(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, out=out)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _STEP(
+        x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
+        slot_index, out, window, dt_softplus, null,
+    )  # fmt: skip
+    return out
+
+
+def mamba2_native_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    state: Tensor,
+    slot_index: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One decode step of Mamba-2 that reads and writes the state: the baseline without a ring.
+
+    Arguments, result and errors are those of :func:`mamba2_step`; every live row's state is written.
+    """
+    null = -1 if null_slot is None else null_slot
+    if _goes_direct(x, state):
+        signature = checks.native_signature(
+            x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus
+        )
+        if signature.requires_grad and torch.is_grad_enabled():
+            _refuse_grad(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, out=out)
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        else:
+            checks.check_out(out, x, z, signature)
+        if not signature.rows:
+            return out
+        step = _launch_native_step if signature.device == "cuda" else _cpu_native_step
+        step(x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus, null, signature)
+        return out
+    if torch.is_grad_enabled():
+        _refuse_grad(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, out=out)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _NATIVE_STEP(x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus, null)
+    return out
+
+
+def commit(
+    accepted: Tensor,
+    *,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    window: int,
+    num_tokens: int = 1,
+    capacity: int,
+    null_slot: int | None = None,
+) -> None:
+    """Move the cursors after a step of all layers; the only way back for rejected tokens.
+
+    A row that flushed (``ring_len + num_tokens > window``): ``ring_start += ring_len`` (mod capacity),
+    ``ring_len = accepted``. Any other: ``ring_len += accepted``. Padded rows are left alone.
+
+    Args:
+        accepted: (rows,) int32 or int64, tokens kept, 0 to num_tokens (clamped to that).
+        ring_start: (slots,) int32; written.
+        ring_len: (slots,) int32; written.
+        slot_index: (rows,) int32 or int64, as in the step; no live slot twice.
+        window: As in the step.
+        num_tokens: Tokens per row that the step was given.
+        capacity: Tokens a ring has room for: ``ring_x.shape[2]``.
+        null_slot: As in the step.
+
+    Raises:
+        ArgumentError: A tensor or number does not fit.
+    """
+    null = -1 if null_slot is None else null_slot
+    if _goes_direct(accepted, ring_len):
+        checks.check_cursors(
+            "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
+        )
+    _COMMIT(accepted, ring_start, ring_len, slot_index, window, num_tokens, capacity, null)
+
+
+def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int | None = None) -> None:
+    """Empty the rings of slots given to a new sequence; their state is left to the prefill.
+
+    Args:
+        slots: (n,) int32 or int64, distinct; negative ones and ``null_slot`` are skipped.
+        ring_start: (slots,) int32; set to 0.
+        ring_len: (slots,) int32; set to 0.
+        null_slot: Slot to skip.
+
+    Raises:
+        ArgumentError: A tensor does not fit.
+    """
+    null = -1 if null_slot is None else null_slot
+    if _goes_direct(slots, ring_len):
+        checks.check_cursors("reset", slots, ring_start, ring_len)
+    _RESET(slots, ring_start, ring_len, null)
+
+
+def drained(
+    slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int | None = None
+) -> None:
+    """Move past all ring tokens of slots whose rings have been folded into their states.
+
+    Args:
+        slots: (n,) int32 or int64, distinct; negative ones and ``null_slot`` are skipped.
+        ring_start: (slots,) int32; moved by ``ring_len`` (mod capacity).
+        ring_len: (slots,) int32; set to 0.
+        capacity: Tokens a ring has room for: ``ring_x.shape[2]``.
+        null_slot: Slot to skip.
+
+    Raises:
+        ArgumentError: A tensor or number does not fit.
+    """
+    null = -1 if null_slot is None else null_slot
+    if _goes_direct(slots, ring_len):
+        checks.check_cursors("drained", slots, ring_start, ring_len, capacity=capacity)
+    _DRAINED(slots, ring_start, ring_len, capacity, null)
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """The caches of one layer and the cursors of its cache group; shapes as in :func:`mamba2_step`.
+
+    ``dataclasses.replace(cache, ring_start=…, ring_len=…)`` ties another layer to the same cursors.
+    """
+
+    state: Tensor
+    ring_x: Tensor
+    ring_b: Tensor
+    ring_decay: Tensor
+    ring_start: Tensor
+    ring_len: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a ring has room for."""
+        return self.ring_x.shape[2]
+
+
+def make_cache(
+    spec: Spec,
+    slots: int,
+    heads: int,
+    groups: int,
+    device: torch.device | str,
+    capacity: int | None = None,
+) -> Cache:
+    """Separately allocated caches of zeros with empty rings; of capacity 0 for a native spec.
+
+    Raises:
+        ArgumentError: heads, groups and spec do not fit, or the capacity is too small.
+    """
+    capacity = _capacity(spec, heads, groups, capacity)
+
+    def zeros(dtype: str, *shape: int) -> Tensor:
+        return torch.zeros(slots, *shape, dtype=TORCH_DTYPES[dtype], device=device)
+
+    return Cache(
+        state=zeros(spec.state_dtype, heads, spec.head_dim, spec.state_size),
+        ring_x=zeros(spec.ring_dtype, heads, capacity, spec.head_dim),
+        ring_b=zeros(spec.ring_dtype, groups, capacity, spec.state_size),
+        ring_decay=zeros("fp32", heads, capacity),
+        ring_start=torch.zeros(slots, dtype=torch.int32, device=device),
+        ring_len=torch.zeros(slots, dtype=torch.int32, device=device),
+    )
+
+
+def bytes_per_slot(spec: Spec, heads: int, groups: int, capacity: int | None = None) -> int:
+    """Bytes of state and ring per slot and layer; the two cursors (8 bytes) are shared by layers.
+
+    Args:
+        spec: Shapes and dtypes.
+        heads: Heads on this GPU.
+        groups: Groups on this GPU.
+        capacity: Tokens per ring; None is the least, ``window + num_tokens`` (0 for native).
+
+    Raises:
+        ArgumentError: heads, groups and spec do not fit, or the capacity is too small.
+    """
+    capacity = _capacity(spec, heads, groups, capacity)
+    ring = heads * spec.head_dim + groups * spec.state_size
+    return spec.state_bytes(heads) + capacity * (ring * DTYPE_BYTES[spec.ring_dtype] + heads * 4)
+
+
+def _capacity(spec: Spec, heads: int, groups: int, capacity: int | None) -> int:
+    if groups < 1 or heads != groups * spec.heads_per_group:
+        raise ArgumentError(
+            f"{heads} heads in {groups} groups do not fit the spec's {spec.heads_per_group} heads per group; "
+            "pass the heads and groups of one GPU"
+        )
+    if spec.op == "native_step":
+        return 0
+    least = spec.window + spec.num_tokens
+    if capacity is not None and capacity < least:
+        raise ArgumentError(
+            f"capacity {capacity} is too small for window {spec.window}: rings need at least {least}"
+        )
+    return least if capacity is None else capacity
+
+
+def _goes_direct(first: Tensor, second: Tensor) -> bool:
+    """Whether nothing (compiler, tracer, mode, subclass, transform) needs to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(first) is Tensor
+        and type(second) is Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _refuse_grad(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ArgumentError(
+                f"{name} requires a gradient and decode steps have none; call under torch.no_grad() or "
+                "torch.inference_mode(), or detach it"
+            )
+
+
+def _late(function: str) -> Callable[..., None]:
+    """A function of :mod:`.launch`, imported at the first call: importing ops needs no Triton."""
+    target: Callable[..., None] | None = None
+
+    def call(*arguments: Any) -> None:
+        nonlocal target
+        if target is None:
+            target = getattr(importlib.import_module(".launch", __package__), function)
+        target(*arguments)
+
+    return call
+
+
+_launch_step = _late("launch_step")
+_launch_native_step = _late("launch_native_step")
+
+
+def _cpu_step(*arguments: Any) -> None:
+    reference.mamba2_step(*arguments[:19])
+
+
+def _cpu_native_step(*arguments: Any) -> None:
+    reference.mamba2_native_step(*arguments[:13])
+
+
+def _cuda_step(*arguments: Any) -> None:
+    signature = checks.step_signature(*arguments[:18])
+    if signature.rows:
+        _launch_step(*arguments, signature)
+
+
+def _cuda_native_step(*arguments: Any) -> None:
+    signature = checks.native_signature(*arguments[:12])
+    if signature.rows:
+        _launch_native_step(*arguments, signature)
+
+
+def _fake_step(*arguments: Any) -> None:
+    checks.check_step(*arguments[:18])
+
+
+def _fake_native_step(*arguments: Any) -> None:
+    checks.check_native_step(*arguments[:12])
+
+
+def _fake_commit(
+    accepted: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    window: int,
+    num_tokens: int,
+    capacity: int,
+    null_slot: int,
+) -> None:
+    checks.check_cursors_in_full(
+        "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
+    )
+
+
+def _fake_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
+    checks.check_cursors_in_full("reset", slots, ring_start, ring_len, None, 1, 1, 2)
+
+
+def _fake_drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
+    checks.check_cursors_in_full("drained", slots, ring_start, ring_len, None, 1, 1, capacity)
+
+
+_INPUTS: Final = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(a!) state"
+_library_type: Any = torch.library.Library
+_LIBRARY: Final = _library_type(NAMESPACE, "FRAGMENT")
+
+
+def _register(
+    schema: str, cpu: Callable[..., None], cuda: Callable[..., None], fake: Callable[..., None]
+) -> Callable[..., None]:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    overload: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+_STEP = _register(
+    f"mamba2_step({_INPUTS}, Tensor(b!) ring_x, Tensor(c!) ring_b, Tensor(d!) ring_decay, Tensor ring_start, "
+    "Tensor ring_len, Tensor slot_index, Tensor(e!) out, int window, bool dt_softplus, int null_slot) -> ()",
+    reference.mamba2_step,
+    _cuda_step,
+    _fake_step,
+)
+_NATIVE_STEP = _register(
+    f"mamba2_native_step({_INPUTS}, Tensor slot_index, Tensor(b!) out, bool dt_softplus, int null_slot) -> ()",
+    reference.mamba2_native_step,
+    _cuda_native_step,
+    _fake_native_step,
+)
+_COMMIT = _register(
+    "commit(Tensor accepted, Tensor(a!) ring_start, Tensor(b!) ring_len, Tensor slot_index, int window, "
+    "int num_tokens, int capacity, int null_slot) -> ()",
+    reference.commit,
+    _late("launch_commit"),
+    _fake_commit,
+)
+_RESET = _register(
+    "reset(Tensor slots, Tensor(a!) ring_start, Tensor(b!) ring_len, int null_slot) -> ()",
+    reference.reset,
+    _late("launch_reset"),
+    _fake_reset,
+)
+_DRAINED = _register(
+    "drained(Tensor slots, Tensor(a!) ring_start, Tensor(b!) ring_len, int capacity, int null_slot) -> ()",
+    reference.drained,
+    _late("launch_drained"),
+    _fake_drained,
+)
