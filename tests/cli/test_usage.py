@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +131,22 @@ def test_usage_errors_do_not_wait_for_torch():
         [sys.executable, "-c", probe], capture_output=True, text=True, env=environment, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [*COMMAND, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_console_script_is_the_same_command():
+    script = Path(sys.executable).with_name("replayssm-tune")
+    if not script.exists():
+        pytest.skip("the package is not installed into this environment")
+    text = script.read_text(encoding="utf-8")
+    assert "replayssm_tune.tuner.cli" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -75,12 +74,9 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         result = cli.main(words, prog_name="replayssm-tune", standalone_mode=False)
         code = int(result) if isinstance(result, int) else int(ExitCode.OK)
-    except BrokenPipeError:
-        # The reader of stdout has left, e.g. `| head`: nothing more to say, and no noise at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = int(ExitCode.OK)
     except SystemExit:
-        raise
+        # click's answer to a reader of stdout that has left, e.g. `| head`: nothing is wrong.
+        code = int(ExitCode.OK)
     except BaseException as error:  # the last frame: whatever it is, the user gets a message and a code
         code = int(show_error(error, debug="--debug" in words))
     sys.exit(code)
