@@ -26,7 +26,7 @@ def test_find_ignores_case_and_suggests():
     assert "--hf-config" in error.value.hint
 
 
-CONFIGS = {
+CONFIGS: dict[str, tuple[dict[str, object], Model]] = {
     "nemotron_h": (
         {
             "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8,
