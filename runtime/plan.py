@@ -9,13 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from .errors import SpecError
 
 ROLES: Final = ("both", "nonflush", "flush", "native")
 """Which rows a kernel serves. ``both``: a per-row branch in one launch; ``nonflush``/``flush``:
 one branch, rows of the other leave at once; ``native``: the baseline without a ring."""
+
+STRUCTURE_VALUES: Final = {
+    "role": ROLES,
+    "coefficients": ("inline", "precomputed"),
+    "route": ("output_only", "rebuild"),
+    "readout": ("elementwise", "dot"),
+    "scores": ("elementwise", "dot"),
+    "load": ("late", "early"),
+}
+"""What each field of a :class:`Structure` may be; the first is what a role without the axis has."""
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +47,12 @@ class Structure:
     """Ring scores B.C: ``elementwise`` or ``dot``."""
     load: str = "late"
     """State load: ``late``, where it is used, or ``early``, ahead of the cursors (one head, one tile)."""
+
+    def __post_init__(self) -> None:
+        for name, values in STRUCTURE_VALUES.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise SpecError(f"{name} '{value}' is not one of {', '.join(values)}")
 
     @property
     def key(self) -> str:
@@ -92,14 +108,13 @@ class Variant:
         """
         try:
             structure_key, tile_key = key.split("/")
-            structure = Structure(*structure_key.split("."))
-            letters, values = zip(*((part[0], int(part[1:])) for part in tile_key.split(".")), strict=True)
-            tile = Tile(*values[:-1], evict_first=bool(values[-1]))  # type: ignore[misc]
-            variant = cls(structure, tile)
+            numbers: list[Any] = [int(part[1:]) for part in tile_key.split(".")]
+            numbers[-1] = bool(numbers[-1])
+            variant = cls(Structure(*structure_key.split(".")), Tile(*numbers))
         except (ValueError, TypeError) as error:
-            raise SpecError(f"'{key}' is not a variant key") from error
-        if variant.key != key or structure.role not in ROLES or "".join(letters) != "pnfhwsre":
-            raise SpecError(f"'{key}' is not a variant key")
+            raise SpecError(f"'{key}' is not a variant key: {error}") from error
+        if variant.key != key:
+            raise SpecError(f"'{key}' is not a variant key; did you mean '{variant.key}'?")
         return variant
 
 

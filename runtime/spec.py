@@ -133,7 +133,7 @@ class Spec:
         _require(match is not None, f"'{key}' is not a spec key")
         assert match is not None
         flags = match["flags"]
-        return cls(
+        spec = cls(
             family=match["family"],
             op=match["op"],
             head_dim=int(match["p"]),
@@ -149,6 +149,8 @@ class Spec:
             has_dt_bias="b" in flags,
             dt_softplus="s" in flags,
         )
+        _require(spec.key == key, f"'{key}' is not a spec key; did you mean '{spec.key}'?")
+        return spec
 
     @property
     def native(self) -> Spec:

@@ -1,0 +1,32 @@
+"""The computed default: the plan of an architecture's spec that no table covers.
+
+It is what engines ship today: for Mamba-2 decode a coefficient kernel and one launch with a branch
+per row, 16 rows of the state at a time, one warp; for the native step a block that shrinks with the
+state size and four to eight warps.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from .abi import next_power_of_two
+from .plan import Plan, Structure, Tile, Variant
+from .spec import Spec
+
+_NATIVE_TILES = ((16, 32, 4), (32, 16, 4), (64, 8, 4), (128, 4, 4))
+"""(largest state size, rows of the state at a time, warps); larger states take the last with 8 warps."""
+
+
+@functools.lru_cache(maxsize=4096)
+def default_plan(spec: Spec) -> Plan:
+    """Default plan of ``spec``: a point of its space, never tuned, always legal."""
+    block_n = next_power_of_two(spec.state_size)
+    if spec.op.startswith("native"):
+        block_p, num_warps = next(
+            (tile[1:] for tile in _NATIVE_TILES if spec.state_size <= tile[0]), (_NATIVE_TILES[-1][1], 8)
+        )
+        tile = Tile(block_p=block_p, block_n=block_n, num_warps=num_warps)
+        return Plan((Variant(Structure(role="native"), tile),))
+    structure = Structure(role="both", coefficients="precomputed")
+    tile = Tile(block_p=16, block_n=block_n, fold_block_n=block_n)
+    return Plan((Variant(structure, tile),))

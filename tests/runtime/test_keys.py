@@ -1,0 +1,121 @@
+"""Specs, variants and plans: one canonical string each, which loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from replayssm_tune.runtime.errors import SpecError
+from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
+from replayssm_tune.runtime.spec import Spec
+from tests.runtime.table_samples import SPEC, plan, plans, specs
+
+# A valid other value of every field, changed alone or with what it must be changed with.
+OTHER_SPECS: dict[str, dict[str, Any]] = {
+    "op": {"op": "native_step", "window": 0},
+    "head_dim": {"head_dim": 80},
+    "state_size": {"state_size": 64},
+    "heads_per_group": {"heads_per_group": 8},
+    "window": {"window": 32},
+    "activation_dtype": {"activation_dtype": "fp16", "ring_dtype": "fp16"},
+    "state_dtype": {"state_dtype": "bf16"},
+    "ring_dtype": {"ring_dtype": "fp32"},
+    "has_d": {"has_d": False},
+    "has_z": {"has_z": True},
+    "has_dt_bias": {"has_dt_bias": False},
+    "dt_softplus": {"dt_softplus": False},
+}
+ONE_VALUE = {"family", "num_tokens"}
+"""Fields that this version gives one value."""
+
+
+def test_every_spec_field_is_in_the_collision_test():
+    assert {f.name for f in dataclasses.fields(Spec)} == set(OTHER_SPECS) | ONE_VALUE
+
+
+@pytest.mark.parametrize("field", OTHER_SPECS)
+def test_a_changed_spec_field_changes_key_and_hash(field):
+    other = dataclasses.replace(SPEC, **OTHER_SPECS[field])
+    assert other.key != SPEC.key
+    assert other != SPEC
+    assert len({SPEC, other}) == 2
+
+
+@pytest.mark.parametrize("field", sorted(ONE_VALUE))
+def test_fields_of_one_value_are_in_the_key_already(field):
+    # Forced past the checks: once a second value is allowed, keys must differ.
+    other = dataclasses.replace(SPEC)
+    object.__setattr__(other, field, "gdn" if field == "family" else 4)
+    assert other.key != SPEC.key
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs(), specs())
+def test_spec_keys_are_one_to_one(one, other):
+    assert Spec.parse(one.key) == one
+    assert (one.key == other.key) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "mamba2",
+        SPEC.key + "x",
+        SPEC.key.replace("p64", "p064"),
+        SPEC.key.replace("-fdbs", "-fbds"),
+        SPEC.key.replace("-fdbs", "-fddbs"),
+        SPEC.key.replace("mamba2", "mamba9"),
+    ],
+)
+def test_other_strings_are_no_spec_keys(key):
+    with pytest.raises(SpecError):
+        Spec.parse(key)
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans(), plans(native=True))
+def test_plan_keys_are_one_to_one(one, native):
+    for each in (one, native):
+        assert Plan.parse(each.key) == each
+        for variant in each.variants:
+            assert Variant.parse(variant.key) == variant
+    assert one.key != native.key
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Tile)])
+def test_a_changed_tile_field_changes_the_key(field):
+    variant = plan().variants[0]
+    value = getattr(variant.tile, field)
+    changed = dataclasses.replace(variant.tile, **{field: not value if field == "evict_first" else value + 1})
+    assert dataclasses.replace(variant, tile=changed).key != variant.key
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Structure)])
+def test_a_changed_structure_field_changes_the_key_and_unknown_values_are_refused(field):
+    first, second = STRUCTURE_VALUES[field][:2]
+    structure = dataclasses.replace(Structure("both"), **{field: first})
+    assert dataclasses.replace(structure, **{field: second}).key != structure.key
+    with pytest.raises(SpecError, match=f"{field} 'magic' is not one of"):
+        dataclasses.replace(structure, **{field: "magic"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key: "",
+        lambda key: key.partition("/")[0],
+        lambda key: key.partition("/")[0] + "/",
+        lambda key: key.replace("p32", "p032"),
+        lambda key: key.replace(".e0", ".e7"),
+        lambda key: key.replace("p32", "q32"),
+        lambda key: key + ".z1",
+        lambda key: f"{key}+{key}",
+    ],
+)
+def test_other_strings_are_no_plan_keys(change):
+    with pytest.raises(SpecError):
+        Plan.parse(change(plan().key))
