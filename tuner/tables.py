@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..codegen.targets import Gpu
 from ..runtime.errors import TableError
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
-from ..runtime.table import GpuInfo, Table, load
+from ..runtime.table import Table, load
 from .report import short
 from .request import Work
 
@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Data = dict[str, Any]
-
-
-def gpu_info(gpu: Gpu) -> GpuInfo:
-    """A GPU of the database as tables and the look-up know it."""
-    return GpuInfo(
-        name=gpu.name,
-        vendor=gpu.vendor,
-        capability=gpu.capability,
-        sm_count=gpu.sm_count,
-        memory_bytes=gpu.memory_bytes,
-        l2_bytes=gpu.l2_bytes,
-    )
 
 
 def read(paths: Sequence[Path]) -> tuple[Table, ...]:
@@ -81,7 +69,7 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu) -> Dat
     """
     shipped, own = ((), read(paths)) if paths else (shipped_tables(strict=True), user_tables(strict=True))
     lookup = Lookup(shipped, own)
-    info = gpu_info(gpu)
+    info = gpu.info
     cells = []
     for item in work:
         for batch in item.effective_batches:

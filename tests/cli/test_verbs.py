@@ -8,7 +8,7 @@ import pytest
 from replayssm_tune.codegen import targets
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import save
-from replayssm_tune.tuner import device, tables
+from replayssm_tune.tuner import device
 from replayssm_tune.tuner.cli import main, pipeline
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.progress import Event
@@ -205,7 +205,7 @@ def test_bench_needs_the_gpu(call, tuner, present, tmp_path):
 
 
 def test_tables_are_shown_and_explained(call, tuner, tmp_path):
-    gpu = tables.gpu_info(targets.find("H200"))
+    gpu = targets.find("H200").info
     path = tmp_path / "h200.json"
     save(samples.table(samples.measured_row(128), samples.measured_row(32768), gpu=gpu), path)
     code, out, _ = call("table", "show", str(path), "--json")

@@ -12,7 +12,7 @@ from replayssm_tune.tuner import tables
 from replayssm_tune.tuner.request import Work
 from tests.tuner import samples
 
-H200 = tables.gpu_info(targets.find("H200"))
+H200 = targets.find("H200").info
 
 
 @pytest.fixture
