@@ -4,7 +4,24 @@ from __future__ import annotations
 
 
 class ReplayError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    Args:
+        what: What is wrong, with the offending values.
+        where: The option, file or tensor it was found in; may be empty.
+        hint: What to do about it; may be empty where ``what`` says so already.
+    """
+
+    def __init__(self, what: str = "", *, where: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        advice = f"; {self.hint}" if self.hint else ""
+        return f"{self.what}{place}{advice}"
 
 
 class SpecError(ReplayError, ValueError):

@@ -124,8 +124,9 @@ class LayerStack:
             lengths.fill_(window)
         elif mode == "mix":
             # One accepted token a step: after a flush the ring holds 1 token, at `window` it flushes.
-            phase = torch.arange(rows, device=self.device) * max(1, window // rows) + (
-                torch.arange(layers, device=self.device)[:, None]
+            phase = (
+                torch.arange(rows, device=self.device) * max(1, window // rows)
+                + (torch.arange(layers, device=self.device)[:, None])
             )
             lengths[:, self._tensors["slot_index"][0].long()] = (1 + phase % window).to(torch.int32)
         return lengths

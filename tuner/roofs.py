@@ -38,9 +38,7 @@ def read_launches(states: list[torch.Tensor]) -> list[list[Callable[[], object]]
     """Launches of the read roof over ``states`` (viewed as fp32), one list per tile to try."""
     flat = [s.reshape(-1).view(torch.float32) for s in states]
     sink = torch.zeros(1, device=flat[0].device)
-    return [
-        [_reader(f, sink, block, repeats, warps) for f in flat] for block, repeats, warps in _READ_TILES
-    ]
+    return [[_reader(f, sink, block, repeats, warps) for f in flat] for block, repeats, warps in _READ_TILES]
 
 
 def scale_launches(states: list[torch.Tensor]) -> list[list[Callable[[], object]]]:

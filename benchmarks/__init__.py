@@ -1,0 +1,1 @@
+"""Side-by-side runs against peers and roofs, and their recorded results."""

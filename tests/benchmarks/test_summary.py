@@ -1,0 +1,198 @@
+"""Figures derived from run files; documents that state them; the figure drawn from them."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks import figure, summary
+
+KEY = "mamba2-step-p64-n128-g16-w16-t1-xbf16-s{}-rbf16-fdbs"
+
+
+def cell(batch, state_dtype="fp32", **changes):
+    values = {
+        "spec": KEY.format(state_dtype),
+        "effective_batch": batch,
+        "plan": "plan",
+        "time_us": {"mix": 300.0, "nonflush": 250.0, "flush": 550.0},
+        "roof_us": {"read": 225.0, "scale": 545.0},
+        "native_us": 560.0,
+        "native_name": "native_step",
+        "default_us": {"mix": 360.0},
+        "noise_floor": 0.005,
+    }
+    return {**values, **changes}
+
+
+def run(*cells, date="2026-11-30", **more):
+    return {"what": "tune", "gpu": "H200", "date": date, "cells": list(cells), **more}
+
+
+def value(records, claim, **of):
+    (record,) = summary.select(records, claim, **of)
+    return record["value"]
+
+
+def test_every_claim_of_a_cell():
+    records = summary.derive([("a.json", run(cell(32768)))])
+    assert value(records, "nonflush_roof_share") == pytest.approx(0.9)
+    assert value(records, "flush_roof_share") == pytest.approx(0.9909)
+    assert value(records, "mix_roof_share") == pytest.approx((225 + 320 / 16) / 300, rel=1e-3)
+    assert value(records, "mix_vs_native") == pytest.approx(1.867)
+    assert value(records, "mix_vs_default") == pytest.approx(1.2)
+    assert value(records, "step_time_us", kernel="roof") == 245.0
+    assert value(records, "step_time_us", kernel="replay") == 300.0
+    assert value(records, "step_time_us", kernel="native") == 560.0
+    assert value(records, "step_time_us", kernel="default") == 360.0
+    assert {frozenset(r) for r in records} == {
+        frozenset(("claim", "cell", "value", "asked", "unit", "higher_is_better", "run"))
+    }
+
+
+def test_what_is_asked_stands_beside_the_cells_it_is_asked_of():
+    records = summary.derive([("a.json", run(cell(32768), cell(128), cell(32768, "bf16")))])
+    asked = {
+        (r["cell"]["state_dtype"], r["cell"]["effective_batch"]): r["asked"]
+        for r in summary.select(records, "nonflush_roof_share")
+    }
+    assert asked == {("fp32", 32768): 0.87, ("fp32", 128): None, ("bf16", 32768): 0.79}
+    assert all(r["asked"] == 0.995 for r in summary.select(records, "mix_vs_native"))
+
+
+def test_totals_and_ready_records():
+    records = summary.derive(
+        [
+            (
+                "a.json",
+                run(
+                    totals={"tune_minutes": 4.2, "scope": "nemotron-3-super-120b-a12b, 16 cores"},
+                    records=[
+                        {"claim": "search_share_of_optimum_median", "value": 0.98, "cell": {"scope": "x"}}
+                    ],
+                ),
+            ),
+            ("b.json", run(totals={"tune_minutes": 9.0})),
+        ]
+    )
+    minutes = {r["cell"]["scope"]: (r["value"], r["asked"], r["unit"]) for r in records if r["unit"] == "min"}
+    assert minutes == {"nemotron-3-super-120b-a12b, 16 cores": (4.2, 6.0, "min"), "tune": (9.0, None, "min")}
+    (ready,) = summary.select(records, "search_share_of_optimum_median")
+    assert (ready["value"], ready["run"]) == (0.98, "a.json")
+
+
+def test_the_newer_run_counts_whatever_the_order():
+    old = ("z.json", run(cell(128, native_us=600.0), date="2026-11-29"))
+    new = ("a.json", run(cell(128), date="2026-11-30"))
+    assert summary.derive([old, new]) == summary.derive([new, old])
+    (record,) = summary.select(summary.derive([old, new]), "mix_vs_native")
+    assert record["run"] == "a.json"
+
+
+def test_cells_without_a_time_make_no_claims():
+    bare = {"spec": KEY.format("fp32"), "effective_batch": 128, "plan": "plan"}
+    assert summary.derive([("a.json", run(bare))]) == []
+
+
+def test_order_and_text_are_canonical():
+    records = summary.derive([("a.json", run(cell(256), cell(64), cell(1024)))])
+    batches = [r["cell"]["effective_batch"] for r in summary.select(records, "mix_vs_native")]
+    assert batches == [64, 256, 1024]
+    assert summary.dumps(records).count("\n") == len(records) + 2
+    assert summary.dumps([]) == "[]\n"
+
+
+def test_regions_are_rewritten_and_the_rest_is_left_alone():
+    records = summary.derive([("a.json", run(cell(32768)))])
+    text = "before\n<!-- figures:begin steps -->\nstale 123\n<!-- figures:end -->\nafter 55\n"
+    rendered = summary.render(text, records)
+    assert "stale" not in rendered
+    assert rendered.startswith("before\n")
+    assert rendered.endswith("after 55\n")
+    assert (
+        "| H200 | 64 x 128, 16 heads/group | fp32 | 32768 | 245 | 300 | 560 | 360 | 0.82 | 1.87 |" in rendered
+    )
+    assert summary.render(rendered, records) == rendered
+    with pytest.raises(KeyError):
+        summary.render("<!-- figures:begin nobody -->\n<!-- figures:end -->", records)
+
+
+def test_asked_region_shows_goal_and_value():
+    records = summary.derive([("a.json", run(cell(32768)))])
+    assert "| flush_roof_share | H200 |" in summary.asked_region(records)
+    assert "| 0.991 | ≥ 0.93 |" in summary.asked_region(records)
+
+
+def test_reached():
+    assert summary.reached({"value": 0.9, "asked": 0.9, "higher_is_better": True})
+    assert not summary.reached({"value": 7, "asked": 6, "higher_is_better": False})
+
+
+def test_the_recorded_summary_is_what_the_recorded_runs_say():
+    recorded = summary.SUMMARY.read_text(encoding="utf-8") if summary.SUMMARY.exists() else "[]\n"
+    assert summary.dumps(summary.derive(summary.load_runs())) == recorded, "run: python benchmarks/summary.py"
+
+
+def test_documents_state_the_recorded_figures():
+    records = summary.load_summary()
+    for path in summary.documents():
+        text = path.read_text(encoding="utf-8")
+        assert summary.render(text, records) == text, f"{path.name}: run benchmarks/summary.py --write-docs"
+
+
+def curve(state_dtype):
+    return [
+        cell(batch, state_dtype, time_us={"mix": 3.0 + batch / 100}, native_us=4.0 + batch / 50)
+        for batch in (16, 128, 1024, 8192)
+    ]
+
+
+def test_figure_data():
+    records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16")))])
+    panels = figure.info(records, head_dim=64)
+    assert [panel.state_dtype for panel in panels] == ["fp32", "bf16"]
+    assert list(panels[0].series) == ["native", "replay", "roof"]
+    assert panels[0].series["replay"] == ((16, 3.16), (128, 4.28), (1024, 13.24), (8192, 84.92))
+    assert figure.info(records, head_dim=80) == ()
+
+
+def test_figure_takes_the_gpu_with_most_points():
+    other = {**run(cell(16)), "gpu": "H20"}
+    records = summary.derive([("a.json", run(*curve("fp32"))), ("b.json", other)])
+    assert len(figure.info(records)[0].series["replay"]) == 4
+    assert len(figure.info(records, gpu="H20")[0].series["replay"]) == 1
+
+
+def test_the_figure_is_well_formed_and_the_same_every_time():
+    records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16")))])
+    text = figure.figure(records)
+    assert text == figure.figure(records)
+    svg = ET.fromstring(text)
+    lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 6
+    for line in lines:
+        points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+        assert all(0 <= x <= figure.WIDTH and 0 <= y <= figure.HEIGHT for x, y in points)
+        assert [x for x, _ in points] == sorted(x for x, _ in points)
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(ValueError, match=r"summary\.json"):
+        figure.figure([])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(2.5, 60.0, [5, 10, 20, 50]), (1.0, 1e5, [1, 10, 100, 1000, 10000, 100000])],
+)
+def test_ticks(low, high, expected):
+    assert figure.ticks(low, high) == expected
+
+
+def test_the_published_figure_is_the_recorded_one():
+    records = summary.load_summary()
+    if not summary.select(records, "step_time_us"):
+        assert not figure.FIGURE.exists()
+        return
+    assert figure.FIGURE.read_text(encoding="utf-8") == figure.figure(records), (
+        "run: python benchmarks/figure.py"
+    )

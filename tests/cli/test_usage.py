@@ -1,0 +1,152 @@
+"""Bad input through the installed command: each kind its own message and exit code, and no torch."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "replayssm_tune.tuner.cli"]
+
+
+def run(*arguments, cwd=None, **environment):
+    """The command in a process of its own, without any GPU."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=variables, timeout=60
+    )
+
+
+SHAPE = ("--head-dim", "64", "--state-size", "128")
+
+BAD_INPUT = {
+    "unknown gpu": (("--gpu", "H1000"), 2, "'H1000' is not known", "H100"),
+    "unknown model": (
+        ("--gpu", "H100", "--model", "nemotron-3-nano"), 2,
+        "unknown model 'nemotron-3-nano'", "did you mean nemotron-3-nano-4b",
+    ),
+    "no gpu": ((), 4, "no GPU found", "--gpu H100"),
+    "heads and groups": (
+        ("--gpu", "H100", "--heads", "100", "--groups", "8", *SHAPE), 2,
+        "100 heads are not divisible by 8 groups", "--groups",
+    ),
+    "heads and tp": (
+        ("--gpu", "H100", "--model", "nemotron-3-nano-4b", "--tp", "5"), 2,
+        "96 heads are not divisible by 5 GPUs", "--tp",
+    ),
+    "no heads": (("--gpu", "H100", "--heads", "0", *SHAPE), 2, "0 heads", "positive"),
+    "window 0": (("--gpu", "H100", "--buffer-len", "0"), 2, "window 0 is outside 1..64", "buffer length"),
+    "window 65": (("--gpu", "H100", "--buffer-len", "65"), 2, "window 65 is outside 1..64", "buffer length"),
+    "drafts beyond the window": (
+        ("--gpu", "H100", "--buffer-len", "4", "--drafts", "4"), 2,
+        "beyond the window of 4", "fewer drafts",
+    ),
+    "head dim": (
+        ("--gpu", "H100", "--heads", "8", "--head-dim", "512", "--state-size", "128"), 2,
+        "head_dim 512 is outside 1..256", "not supported",
+    ),
+    "half a shape": (("--gpu", "H100", "--heads", "8"), 2, "--head-dim, --state-size missing", "--model"),
+    "groups alone": (("--gpu", "H100", "--groups", "8"), 2, "--groups alone", "--heads"),
+    "hf config": (("--gpu", "H100", "--hf-config", "absent.json"), 2, "No such file", "config.json"),
+    "list": (("--gpu", "H100", "--batch", "1;2"), 2, "not a list of integers", "--help"),
+    "negative batch": (("--gpu", "H100", "--batch", "-1"), 2, "-1 is below 1", "--help"),
+    "dtype": (("--gpu", "H100", "--state-dtype", "fp8"), 2, "'fp8' is not one of", "--help"),
+    "budget": (("--gpu", "H100", "--budget", "soon"), 2, "'soon' is not a budget", "trials"),
+    "batch beyond memory": (
+        ("--gpu", "H100", "--batch", "9999999", "--tp", "1"), 2, "do not fit", "smaller batch",
+    ),
+    "unknown verb": (("tunee",), 2, "did you mean tune", "--help"),
+    "verb after options": (("--gpu", "H100", "plan"), 2, "the verb comes first", "--help"),
+    "unknown option": (("plan", "--gpus", "H100"), 2, "--gpus", "plan --help"),
+    "bench without a gpu": (("bench", "--gpu", "H100"), 4, "no GPU is here", "plan"),
+    "table that is not there": (
+        ("table", "show", "absent.json"), 9, "cannot read the table", "check the path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_INPUT)
+def test_bad_input(kind, tmp_path):
+    arguments, code, what, hint = BAD_INPUT[kind]
+    ended = run(*arguments, cwd=tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("error: ")
+    assert what in lines[0]
+    assert lines[-1].startswith("hint: ")
+    assert hint in lines[-1]
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_kind_of_bad_input_has_a_message_of_its_own():
+    messages = [what for _, _, what, _ in BAD_INPUT.values()]
+    assert len(set(messages)) == len(messages)
+
+
+def test_table_of_an_unknown_schema(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"schema_version": 99, "rows": []}))
+    ended = run("table", "show", str(path))
+    assert ended.returncode == 9
+    assert "99" in ended.stderr
+    assert str(path) in ended.stderr
+
+
+def test_debug_shows_the_traceback_and_the_message():
+    ended = run("--gpu", "H1000", "--debug")
+    assert ended.returncode == 2
+    assert "Traceback" in ended.stderr
+    assert "error: " in ended.stderr
+
+
+def test_help_and_version_need_nothing():
+    for arguments in (("--help",), ("tune", "--help"), ("table", "explain", "--help"), ("--version",)):
+        ended = run(*arguments)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout
+        assert ended.stderr == ""
+
+
+def test_usage_errors_do_not_wait_for_torch():
+    probe = textwrap.dedent(
+        """
+        import sys
+        from replayssm_tune.tuner.cli import main
+        try:
+            main(["--gpu", "H100", "--model", "nobody"])
+        except SystemExit as end:
+            assert end.code == 2, end.code
+        heavy = {"torch", "triton", "optuna", "rich", "jinja2"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [*COMMAND, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_console_script_is_the_same_command():
+    script = Path(sys.executable).with_name("replayssm-tune")
+    if not script.exists():
+        pytest.skip("the package is not installed into this environment")
+    text = script.read_text(encoding="utf-8")
+    assert "replayssm_tune.tuner.cli" in text

@@ -1,0 +1,221 @@
+"""What the verbs hand to the tuner and what they make of its answers; the tuner is a stand-in."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from replayssm_tune.codegen import targets
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.runtime.table import save
+from replayssm_tune.tuner import device
+from replayssm_tune.tuner.cli import main, pipeline
+from replayssm_tune.tuner.errors import GateError, StoreError
+from replayssm_tune.tuner.progress import Event
+from replayssm_tune.tuner.report import Checked, Emitted, Finding, Planned
+from replayssm_tune.tuner.request import Budget
+from tests.tuner import samples
+
+
+class Tuner:
+    """Remembers its calls; answers from samples, or raises."""
+
+    def __init__(self):
+        self.calls = []
+        self.tuned = samples.tuned()
+        self.checked = Checked({"rows": 2})
+        self.error = None
+
+    def _called(self, name, argument, report):
+        report(Event(name, 1, 2))
+        self.calls.append((name, argument))
+        if self.error is not None:
+            raise self.error
+
+    def plan(self, job, report):
+        self._called("plan", job, report)
+        return Planned(job.target.gpu.name, not job.target.measured, samples.tuned().specs)
+
+    def tune(self, job, report):
+        self._called("tune", job, report)
+        return self.tuned
+
+    def generate(self, job, report):
+        self._called("generate", job, report)
+        return Emitted("t.json", 2, ("a.py",))
+
+    def check(self, folders, report):
+        self._called("check", folders, report)
+        return self.checked
+
+    def bench(self, job, results, report):
+        self._called("bench", (job, results), report)
+        return self.tuned
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    stand_in = Tuner()
+    monkeypatch.setattr(pipeline, "load", lambda: stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """Puts a GPU, or none, into the machine."""
+
+    def put(name):
+        gpu = targets.find(name) if name else None
+        monkeypatch.setattr(device, "probe", lambda: gpu)
+
+    put(None)
+    return put
+
+
+@pytest.fixture
+def call(tuner, present, capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+def test_bare_options_are_those_of_tune(call, tuner):
+    assert call("--gpu", "H100", "--budget", "5")[0] == 0
+    assert call("tune", "--gpu", "H100", "--budget", "5")[0] == 0
+    assert tuner.calls[0] == tuner.calls[1]
+    name, job = tuner.calls[0]
+    assert name == "tune"
+    assert job.target.gpu == targets.find("H100")
+    assert job.budget == Budget(minutes=5.0)
+    assert (job.store, job.output) == (Path(".replayssm/store"), Path(".replayssm/generated"))
+
+
+def test_nothing_at_all_tunes_for_the_gpu_that_is_there(call, tuner, present):
+    present("H200")
+    assert call()[0] == 0
+    assert tuner.calls[0][1].target.measured
+
+
+def test_static_mode_is_announced_on_stderr(call):
+    code, out, err = call("--gpu", "H100")
+    assert code == 0
+    assert "static mode for H100" in err
+    assert "static mode" not in out
+
+
+def test_another_gpu_ends_before_any_work(call, tuner, present):
+    present("H200")
+    code, out, err = call("--gpu", "H100")
+    assert code == 3
+    assert out == ""
+    assert "claims H100" in err
+    assert "hint:" in err
+    assert tuner.calls == []
+
+
+def test_the_whole_request(call, tuner, tmp_path):
+    code, _, err = call(
+        "plan", "--gpu", "b200", "--model", "falcon-h1-34b", "--heads", "32", "--head-dim", "64",
+        "--state-size", "256", "--groups", "2", "--tp", "1,4", "--state-dtype", "bf16,bf16",
+        "--buffer-len", "8", "--batch", "4,4,1", "--store", str(tmp_path / "s"),
+    )  # fmt: skip
+    assert code == 0
+    assert "replicated 2x" in err
+    job = tuner.calls[0][1]
+    assert job.store == tmp_path / "s"
+    assert {work.spec for work in job.work} == {
+        Spec("mamba2", "step", 128, 256, 16, 8, state_dtype="bf16"),
+        Spec("mamba2", "step", 128, 256, 8, 8, state_dtype="bf16"),
+        Spec("mamba2", "step", 64, 256, 16, 8, state_dtype="bf16"),
+        Spec("mamba2", "step", 64, 256, 8, 8, state_dtype="bf16"),
+    }
+    assert {work.effective_batches for work in job.work} == {(32, 128), (8, 32)}
+
+
+@pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])
+def test_json_is_one_document_and_the_only_thing_on_stdout(call, verb):
+    arguments = (verb,) if verb == "check" else (verb, "--gpu", "H100")
+    code, out, err = call(*arguments, "--json")
+    assert code == 0
+    assert json.loads(out)
+    assert "1/2" in err
+
+
+def test_a_person_gets_a_report(call):
+    _, out, _ = call("--gpu", "H100")
+    assert "of roof" in out
+    assert "dispatch serves" in out
+    assert "30 same binary" in out
+
+
+def test_missing_cells_end_with_their_own_code_after_the_result(call, tuner):
+    tuner.tuned = samples.tuned(missing=("cell@1", "cell@2"))
+    code, out, err = call("--gpu", "H100", "--json")
+    assert code == 7
+    assert json.loads(out)["missing"] == ["cell@1", "cell@2"]
+    assert "2 cells have no row" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            GateError("wrong", where="row 1", hint="report it"),
+            5,
+            ["error: wrong", "row 1", "hint: report it"],
+        ),
+        (StoreError("the store belongs to an H200", hint="name another --store"), 8, ["belongs to an H200"]),
+        (OSError(28, "No space left on device", "x/store"), 8, ["No space left", "x/store", "--store"]),
+        (KeyboardInterrupt(), 130, ["interrupted", "the same command resumes"]),
+        (ModuleNotFoundError("No module named 'triton'", name="triton"), 10, ["triton is not installed"]),
+        (ZeroDivisionError("division by zero"), 1, ["internal: ZeroDivisionError", "--debug"]),
+    ],
+)
+def test_whatever_goes_wrong_is_a_message_and_a_code(call, tuner, error, code, words):
+    tuner.error = error
+    ended, out, err = call("--gpu", "H100")
+    assert ended == code
+    assert out == ""
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err
+
+
+def test_check_hands_over_folders_and_ends_as_its_worst_finding(call, tuner):
+    assert call("check", "a", "b")[0] == 0
+    assert tuner.calls[0] == ("check", (Path("a"), Path("b")))
+    tuner.checked = Checked({"rows": 2}, (Finding("compile", "row 1", "no such instruction"),))
+    code, out, _ = call("check")
+    assert code == 10
+    assert "FAILED compile: row 1" in out
+
+
+def test_bench_needs_the_gpu(call, tuner, present, tmp_path):
+    assert call("bench", "--gpu", "H200")[0] == 4
+    assert tuner.calls == []
+    present("H200")
+    assert call("bench", "--results", str(tmp_path))[0] == 0
+    job, results = tuner.calls[0][1]
+    assert job.target.measured
+    assert results == tmp_path
+
+
+def test_tables_are_shown_and_explained(call, tuner, tmp_path):
+    gpu = targets.find("H200").info
+    path = tmp_path / "h200.json"
+    save(samples.table(samples.measured_row(128), samples.measured_row(32768), gpu=gpu), path)
+    code, out, _ = call("table", "show", str(path), "--json")
+    assert code == 0
+    assert json.loads(out)["tables"][0]["gpu"] == "H200"
+    assert call("table", "show", str(path), "--gpu", "B200")[0] == 9
+    code, out, _ = call(
+        "table", "explain", str(path), "--gpu", "H100", "--model", "nemotron-3-super-120b-a12b", "--tp", "1",
+        "--state-dtype", "fp32", "--batch", "1",
+    )  # fmt: skip
+    assert code == 0
+    assert "measured on H200" in out
+    assert tuner.calls == []

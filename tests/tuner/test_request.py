@@ -1,0 +1,162 @@
+"""The claim about the GPU, the cells of a request, and budgets."""
+
+import dataclasses
+
+import pytest
+
+from replayssm_tune.codegen import targets
+from replayssm_tune.runtime.errors import ReplayError
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner import models, request
+from replayssm_tune.tuner.errors import GpuMismatchError, NoGpuError, UsageError
+from replayssm_tune.tuner.models import Model
+from replayssm_tune.tuner.request import Budget, resolve_target, resolve_work
+
+H100 = targets.find("H100")
+H200 = targets.find("H200")
+NVL = targets.find("H100 NVL")
+
+
+def as_driver_says(gpu, name):
+    return dataclasses.replace(gpu, name=name)
+
+
+def test_claimed_and_absent_is_static():
+    target = resolve_target("h100", False, lambda: None)
+    assert target.gpu == H100
+    assert not target.measured
+    assert "static" in target.note
+    assert "no GPU here" in target.note
+
+
+def test_claimed_and_present_is_measured():
+    target = resolve_target("H200", False, lambda: as_driver_says(H200, "NVIDIA H200"))
+    assert target.gpu == H200
+    assert target.measured
+
+
+def test_no_claim_takes_what_is_there():
+    assert resolve_target(None, False, lambda: as_driver_says(H200, "NVIDIA H200")).gpu == H200
+
+
+def test_another_gpu_present():
+    with pytest.raises(GpuMismatchError, match=r"claims H100 SXM.*NVIDIA H200") as error:
+        resolve_target("H100", False, lambda: as_driver_says(H200, "NVIDIA H200"))
+    assert "--static" in error.value.hint
+
+
+def test_another_gpu_can_be_forced_into_static_mode():
+    target = resolve_target("H100", True, lambda: as_driver_says(H200, "NVIDIA H200"))
+    assert (target.gpu, target.measured) == (H100, False)
+
+
+def test_static_on_the_gpu_itself():
+    target = resolve_target(None, True, lambda: as_driver_says(H200, "NVIDIA H200"))
+    assert (target.gpu, target.measured) == (H200, False)
+
+
+def test_a_family_name_covers_its_members_but_not_its_namesakes():
+    target = resolve_target("H100", False, lambda: as_driver_says(NVL, "NVIDIA H100 NVL"))
+    assert target.gpu == NVL
+    assert target.measured
+    gh200 = targets.find("GH200")
+    with pytest.raises(GpuMismatchError):
+        resolve_target("H200", False, lambda: as_driver_says(gh200, "NVIDIA GH200 480GB"))
+
+
+def test_nothing_claimed_and_nothing_there():
+    with pytest.raises(NoGpuError) as error:
+        resolve_target(None, False, lambda: None)
+    assert "--gpu H100" in error.value.hint
+
+
+def test_unknown_name():
+    with pytest.raises(ReplayError, match="H1000"):
+        resolve_target("H1000", False, lambda: None)
+
+
+def test_a_gpu_of_no_supported_capability():
+    old = dataclasses.replace(H100, name="NVIDIA GeForce RTX 2080", capability=(7, 5), sm_count=46)
+    with pytest.raises(UsageError, match=r"compute capability 7\.5"):
+        resolve_target(None, False, lambda: old)
+
+
+def test_an_unlisted_gpu_of_a_supported_capability_is_taken_as_its_driver_describes_it():
+    slice_of = dataclasses.replace(H200, name="NVIDIA H200 MIG 3g.71gb", sm_count=60)
+    target = resolve_target(None, False, lambda: slice_of)
+    assert target.gpu == slice_of
+    assert target.measured
+
+
+def test_default_work_starts_with_one_sequence_of_the_most_split_layer():
+    work, notes = resolve_work([models.find(name) for name in models.DEFAULT_MODELS], H200)
+    assert not notes
+    assert len(work) == 6
+    assert {item.spec.state_dtype for item in work} == {"fp32", "bf16"}
+    for item in work:
+        heads = min(int(layer.rpartition("tp")[2]) for layer in item.layers)
+        assert heads == 1
+        assert item.effective_batches[0] <= 16
+        assert item.effective_batches[-1] == request.MAX_EFFECTIVE_BATCH
+        assert list(item.effective_batches) == sorted(set(item.effective_batches))
+
+
+def test_usual_splits_that_a_model_cannot_have_are_left_out_but_asked_ones_are_refused():
+    odd = Model("odd", 12, 64, 128, 4)
+    work, _ = resolve_work([odd], H200)
+    assert work[0].layers == ("odd tp1", "odd tp2", "odd tp4")
+    with pytest.raises(ReplayError, match="12 heads are not divisible by 8"):
+        resolve_work([odd], H200, tensor_parallel=(8,))
+
+
+def test_notes_tell_of_replicated_groups():
+    _, notes = resolve_work([models.find("falcon-h1-34b")], H200, tensor_parallel=(4,))
+    assert len(notes) == 1
+    assert "replicated" in notes[0]
+
+
+def test_batches_are_sequences_on_one_gpu():
+    work, _ = resolve_work(
+        [models.find("nemotron-3-nano-4b")], H200,
+        tensor_parallel=(1, 8), state_dtypes=("fp32",), batches=(1, 64),
+    )  # fmt: skip
+    assert [item.effective_batches for item in work] == [(12, 96, 768, 6144)]
+
+
+def test_memory_bounds_the_grid_and_refuses_what_was_asked():
+    small = dataclasses.replace(H100, memory_bytes=2 * 2**30)
+    layer = models.find("nemotron-3-super-120b-a12b")
+    work, _ = resolve_work([layer], small, state_dtypes=("fp32",))
+    last = work[0].effective_batches[-1]
+    assert last < request.MAX_EFFECTIVE_BATCH
+    assert request.fits(work[0].spec, last, small.memory_bytes)
+    with pytest.raises(UsageError, match="do not fit in the 2 GiB"):
+        resolve_work([layer], small, tensor_parallel=(1,), batches=(512,))
+
+
+def test_layer_bytes_count_state_and_ring():
+    spec = Spec("mamba2", "step", 64, 128, 8, 16)
+    state = 16 * 64 * 128 * 4
+    ring = 16 * 17 * (64 * 2 + 4) + 2 * 17 * 128 * 2
+    assert request.layer_bytes(spec, 16) == state + ring
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("10", Budget(minutes=10.0)),
+        ("90s", Budget(minutes=1.5)),
+        ("1.5h", Budget(minutes=90.0)),
+        ("20 min", Budget(minutes=20.0)),
+        ("500t", Budget(trials=500)),
+        ("500 trials", Budget(trials=500)),
+    ],
+)
+def test_budgets(text, budget):
+    assert Budget.parse(text) == budget
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "ten", "5 parsecs", "1.5t"])
+def test_refused_budgets(text):
+    with pytest.raises(UsageError, match="not a budget"):
+        Budget.parse(text)

@@ -1,0 +1,256 @@
+"""Options shared by the verbs, declared once, and the request they add up to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from ...codegen.targets import Gpu
+from ...runtime.spec import DTYPE_BYTES
+from .. import models, request
+from ..errors import UsageError
+from ..models import Model
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+STORE: Final = Path(".replayssm/store")
+OUTPUT: Final = Path(".replayssm/generated")
+"""Where a run keeps its measurements and puts its results unless told otherwise."""
+
+
+Callback = Callable[[click.Context, click.Parameter, Any], Any]
+
+
+def integers(minimum: int) -> Callback:
+    """Callback of an option that takes integers separated by commas; repeated values count once."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        try:
+            numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
+        except ValueError:
+            raise click.BadParameter(
+                f"'{value}' is not a list of integers; write for example 1,8,64", ctx, param
+            ) from None
+        if min(numbers) < minimum:
+            raise click.BadParameter(f"{min(numbers)} is below {minimum}", ctx, param)
+        return numbers
+
+    return parse
+
+
+def dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Callback of an option that takes dtypes separated by commas; repeated values count once."""
+    if value is None:
+        return None
+    names = tuple(dict.fromkeys(part.strip().lower() for part in value.split(",")))
+    for name in names:
+        if name not in DTYPE_BYTES:
+            raise click.BadParameter(f"'{name}' is not one of {', '.join(DTYPE_BYTES)}", ctx, param)
+    return names
+
+
+def _stack(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    def apply(function: Function) -> Function:
+        return functools.reduce(lambda inner, decorate: decorate(inner), reversed(decorators), function)
+
+    return apply
+
+
+def gpu_option(function: Function) -> Function:
+    """``--gpu``."""
+    return click.option(
+        "--gpu",
+        metavar="NAME",
+        help="GPU to work for, e.g. H100. Checked against the one present; "
+        "without one here the work is static. Default: the GPU found.",
+    )(function)
+
+
+def static_option(function: Function) -> Function:
+    """``--static``."""
+    return click.option("--static", is_flag=True, help="Measure nothing, even if the GPU is here.")(function)
+
+
+def workload_options(function: Function) -> Function:
+    """Which layers, and the batches they are tuned for."""
+    return _stack(
+        click.option(
+            "--model",
+            "model_names",
+            multiple=True,
+            metavar="NAME",
+            help=f"Known model; may be repeated. Default: {', '.join(models.DEFAULT_MODELS)}.",
+        ),
+        click.option(
+            "--hf-config",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A Hugging Face config.json that gives the shape.",
+        ),
+        click.option("--heads", type=int, metavar="N", help="Explicit shape: heads before the split."),
+        click.option("--head-dim", type=int, metavar="N", help="Explicit shape: values per head."),
+        click.option("--state-size", type=int, metavar="N", help="Explicit shape: state columns."),
+        click.option(
+            "--groups", type=int, metavar="N", help="Explicit shape: groups of B and C. Default: 1."
+        ),
+        click.option(
+            "--tp",
+            callback=integers(1),
+            metavar="LIST",
+            help="Tensor-parallel splits. Default: 1,2,4,8, as far as a model can be split so.",
+        ),
+        click.option(
+            "--drafts",
+            callback=integers(0),
+            default="0",
+            show_default=True,
+            metavar="LIST",
+            help="Draft tokens verified per step.",
+        ),
+        click.option(
+            "--state-dtype",
+            callback=dtypes,
+            metavar="LIST",
+            help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16 and the model's own.",
+        ),
+        click.option(
+            "--buffer-len",
+            type=int,
+            default=16,
+            show_default=True,
+            metavar="N",
+            help="Ring tokens held before a flush (the window).",
+        ),
+        click.option(
+            "--batch",
+            callback=integers(1),
+            metavar="LIST",
+            help="Sequences per GPU. Default: a grid from one sequence up to an effective batch "
+            f"(sequences x heads) of {request.MAX_EFFECTIVE_BATCH}.",
+        ),
+    )(function)
+
+
+def budget_option(function: Function) -> Function:
+    """``--budget``."""
+    return click.option(
+        "--budget",
+        metavar="MINUTES|TRIALS",
+        help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) "
+        "or a number of trials (500t).",
+    )(function)
+
+
+def store_option(function: Function) -> Function:
+    """``--store``."""
+    return click.option(
+        "--store",
+        type=click.Path(path_type=Path),
+        default=STORE,
+        show_default=True,
+        metavar="PATH",
+        help="Where every measurement is kept at once; the same store resumes.",
+    )(function)
+
+
+def output_option(function: Function) -> Function:
+    """``--output``."""
+    return click.option(
+        "--output",
+        type=click.Path(path_type=Path),
+        default=OUTPUT,
+        show_default=True,
+        metavar="DIR",
+        help="Folder for kernels and dispatch tables.",
+    )(function)
+
+
+def result_options(function: Function) -> Function:
+    """How the result is shown."""
+    return _stack(
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+    )(function)
+
+
+def selected_models(
+    model_names: Sequence[str],
+    hf_config: Path | None,
+    heads: int | None,
+    head_dim: int | None,
+    state_size: int | None,
+    groups: int | None,
+) -> tuple[Model, ...]:
+    """The layers that the options name; the default models where they name none.
+
+    Raises:
+        UsageError: An unknown model, an unusable config, or a shape that is only given in part.
+    """
+    chosen = [models.find(name) for name in model_names]
+    if hf_config is not None:
+        chosen.append(models.from_hf_config(hf_config))
+    shape = {"--heads": heads, "--head-dim": head_dim, "--state-size": state_size}
+    missing = [option for option, value in shape.items() if value is None]
+    if len(missing) == len(shape) and groups is not None:
+        raise UsageError("--groups alone is no shape", where="--groups", hint=f"add {', '.join(missing)}")
+    if not missing:
+        sizes = (heads or 0, head_dim or 0, state_size or 0)
+        name = "x".join(map(str, sizes))
+        chosen.append(Model(name, *sizes, groups=1 if groups is None else groups))
+    elif len(missing) < len(shape):
+        given = ", ".join(option for option in shape if option not in missing)
+        raise UsageError(
+            f"the shape is incomplete: {', '.join(missing)} missing",
+            where=given,
+            hint=f"add {', '.join(missing)}, or name a --model",
+        )
+    return tuple(dict.fromkeys(chosen)) or tuple(models.find(name) for name in models.DEFAULT_MODELS)
+
+
+def resolve_workload(
+    gpu: Gpu,
+    *,
+    model_names: Sequence[str],
+    hf_config: Path | None,
+    heads: int | None,
+    head_dim: int | None,
+    state_size: int | None,
+    groups: int | None,
+    tp: Sequence[int] | None,
+    drafts: Sequence[int],
+    state_dtype: Sequence[str] | None,
+    buffer_len: int,
+    batch: Sequence[int] | None,
+) -> tuple[tuple[request.Work, ...], tuple[str, ...]]:
+    """Cells and notes that the workload options add up to; parameters carry the options' names."""
+    return request.resolve_work(
+        selected_models(model_names, hf_config, heads, head_dim, state_size, groups),
+        gpu,
+        tensor_parallel=tp or (),
+        state_dtypes=state_dtype or (),
+        window=buffer_len,
+        drafts=drafts,
+        batches=batch or (),
+    )
+
+
+def build_job(
+    *,
+    gpu: str | None,
+    static: bool = False,
+    budget: str | None = None,
+    store: Path = STORE,
+    output: Path = OUTPUT,
+    **workload: Any,
+) -> request.Job:
+    """The request that all options add up to; parameters carry the options' names."""
+    bound = request.Budget() if budget is None else request.Budget.parse(budget)
+    target = request.resolve_target(gpu, static)
+    work, notes = resolve_workload(target.gpu, **workload)
+    return request.Job(target, work, bound, store, output, notes)

@@ -1,0 +1,49 @@
+"""``table``: what dispatch tables hold, and why a row serves a call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import request
+from . import options, output
+
+_PATHS = click.argument("tables", nargs=-1, type=click.Path(path_type=Path), metavar="[TABLE]...")
+
+
+@click.group()
+def table() -> None:
+    """Look into dispatch tables."""
+
+
+@table.command()
+@_PATHS
+@options.gpu_option
+@options.result_options
+def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
+    """Show the rows of tables; no TABLE means the user's and the installed ones."""
+    from ...codegen import targets
+    from .. import report
+    from .. import tables as reader
+
+    found = reader.read(tables) if tables else reader.installed()
+    if gpu is not None:
+        found = reader.for_gpu(found, targets.find(gpu))
+    data = {"tables": [report.table_info(t) for t in found]}
+    output.emit(data, report.draw_tables, as_json)
+
+
+@table.command()
+@_PATHS
+@options.gpu_option
+@options.workload_options
+@options.result_options
+def explain(tables: tuple[Path, ...], gpu: str | None, as_json: bool, **values: Any) -> None:
+    """Explain what dispatch serves on a GPU and why; one cell shows every place that was looked in."""
+    from .. import tables as reader
+
+    target = request.resolve_target(gpu, static=True)
+    work, _ = options.resolve_workload(target.gpu, **values)
+    output.emit(reader.explained_info(tables, work, target.gpu), reader.draw_explained, as_json)

@@ -1,0 +1,37 @@
+"""Errors of the tuner and its command line; each kind has an exit code of its own."""
+
+from __future__ import annotations
+
+from ..runtime.errors import ReplayError
+
+
+class UsageError(ReplayError, ValueError):
+    """Options that do not fit together, or a name (GPU, model) that nobody knows."""
+
+
+class GpuMismatchError(ReplayError, RuntimeError):
+    """``--gpu`` claims one GPU and another one is present."""
+
+
+class NoGpuError(ReplayError, RuntimeError):
+    """A GPU is needed and none is present."""
+
+
+class GateError(ReplayError, RuntimeError):
+    """A kernel that was about to be written or shipped is numerically wrong."""
+
+
+class RegressionError(ReplayError, RuntimeError):
+    """A shipped row is slower than what it was measured against."""
+
+
+class CoverageError(ReplayError, RuntimeError):
+    """A table lacks cells that were asked for."""
+
+
+class StoreError(ReplayError, RuntimeError):
+    """The store of measurements, or a file of results, cannot be used or written."""
+
+
+class ToolchainError(ReplayError, RuntimeError):
+    """Triton, torch or the C compiler is missing or does not work."""

@@ -1,0 +1,294 @@
+"""Models: the layer shapes the tuner knows, those read from a config file, and their split over GPUs."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..runtime.errors import SpecError
+from ..runtime.spec import Spec
+from .errors import UsageError
+
+DEFAULT_MODELS: Final = ("nemotron-3-super-120b-a12b", "nemotron-3-nano-30b-a3b", "nemotron-3-nano-4b")
+"""Models tuned where none is named."""
+
+DEFAULT_TENSOR_PARALLEL: Final = (1, 2, 4, 8)
+"""Splits tuned where none is named; those that a model cannot have are left out."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Mamba-2 layer at tensor parallel 1.
+
+    ``state_dtype`` is the dtype the model's authors store the state in (``fp32``, ``bf16``, ``fp16``).
+    """
+
+    name: str
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    state_dtype: str = "fp32"
+    verified: bool = True
+
+
+@dataclass(frozen=True)
+class Split:
+    """One GPU's share of a layer."""
+
+    heads: int
+    groups: int
+    note: str = ""
+    """What a user should know, e.g. that groups are replicated; empty where nothing is unusual."""
+
+    @property
+    def heads_per_group(self) -> int:
+        """Heads that share one B and one C."""
+        return self.heads // self.groups
+
+
+@functools.cache
+def known() -> tuple[Model, ...]:
+    """Every known model, in the order of the data file."""
+    text = (importlib.resources.files(__package__) / "models.json").read_text(encoding="utf-8")
+    return tuple(Model(**entry) for entry in json.loads(text)["mamba2"])
+
+
+def find(name: str) -> Model:
+    """The known model of that name; case does not count.
+
+    Raises:
+        UsageError: Nobody knows the name; similar names are suggested.
+    """
+    models = {model.name: model for model in known()}
+    found = models.get(name.strip().lower())
+    if found is not None:
+        return found
+    similar = difflib.get_close_matches(name.strip().lower(), models, n=2, cutoff=0.5)
+    suggestion = f"did you mean {' or '.join(similar)}? " if similar else ""
+    raise UsageError(
+        f"unknown model '{name}'",
+        where="--model",
+        hint=f"{suggestion}Known are {', '.join(models)}; for others give --hf-config or the shape",
+    )
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Where a family of configs keeps the shape; the first key that is present counts."""
+
+    heads: tuple[str, ...]
+    head_dim: tuple[str, ...]
+    state_size: tuple[str, ...]
+    groups: tuple[str, ...]
+    expand: tuple[str, ...]
+
+
+_BAMBA: Final = _Keys(
+    ("mamba_n_heads",), ("mamba_d_head",), ("mamba_d_state",), ("mamba_n_groups",), ("mamba_expand",)
+)
+_HF_KEYS: Final[dict[str, _Keys]] = {
+    "nemotron_h": _Keys(
+        ("mamba_num_heads",), ("mamba_head_dim",), ("ssm_state_size",), ("n_groups",), ("expand",)
+    ),
+    "mamba2": _Keys(("num_heads",), ("head_dim",), ("state_size",), ("n_groups",), ("expand",)),
+    "granitemoehybrid": _BAMBA,
+    "bamba": _BAMBA,
+    "falcon_h1": _BAMBA,
+    "zamba2": _Keys(
+        ("n_mamba_heads",), ("mamba_headdim",), ("mamba_d_state",), ("mamba_ngroups",), ("mamba_expand",)
+    ),
+}
+_HF_STATE_DTYPE_KEYS: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+_HF_DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def from_hf_config(path: Path) -> Model:
+    """The Mamba-2 layer that a Hugging Face ``config.json`` describes.
+
+    The state dtype is the config's own where it names one, else fp32.
+
+    Raises:
+        UsageError: The file cannot be read, is of a family without Mamba-2 layers, or lacks a key.
+    """
+    where = str(path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the config: {error.strerror}", where=where, hint="give the path of a config.json"
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"the config is not JSON: {error}", where=where, hint="give the path of a config.json"
+        ) from error
+    if not isinstance(config, dict):
+        raise UsageError(
+            "the config is not a JSON object", where=where, hint="give the path of a config.json"
+        )
+    if isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    family = config.get("model_type")
+    if family not in _HF_KEYS:
+        raise UsageError(
+            f"model_type {json.dumps(family)} is not a known Mamba-2 family",
+            where=where,
+            hint=f"known are {', '.join(_HF_KEYS)}; for others give "
+            "--heads, --head-dim, --state-size and --groups",
+        )
+    keys = _HF_KEYS[family]
+    heads = _integer(config, keys.heads, where)
+    name = str(config.get("_name_or_path") or "") or path.resolve().parent.name or family
+    return Model(
+        name=name,
+        heads=heads,
+        head_dim=_head_dim(config, keys, heads, where),
+        state_size=_integer(config, keys.state_size, where),
+        groups=_integer(config, keys.groups, where),
+        state_dtype=_state_dtype(config, where),
+        verified=False,
+    )
+
+
+def _integer(config: Mapping[str, Any], keys: Sequence[str], where: str) -> int:
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"key '{key}' is {json.dumps(value)}, not a positive integer",
+                where=where,
+                hint="correct the config, or give the shape by options",
+            )
+        return value
+    raise UsageError(
+        f"the config has no key '{keys[0]}'",
+        where=where,
+        hint="add it, or give --heads, --head-dim, --state-size and --groups instead",
+    )
+
+
+def _head_dim(config: Mapping[str, Any], keys: _Keys, heads: int, where: str) -> int:
+    """The head dim, or the inner width over the heads where the config leaves it to that."""
+    if config.get(keys.head_dim[0]) not in (None, "auto"):
+        return _integer(config, keys.head_dim, where)
+    if all(config.get(key) is None for key in (*keys.expand, "mamba_d_ssm")):
+        return _integer(config, keys.head_dim, where)
+    if config.get("mamba_d_ssm") is not None:
+        width = _integer(config, ("mamba_d_ssm",), where)
+    else:
+        width = _integer(config, keys.expand, where) * _integer(config, ("hidden_size",), where)
+    if width % heads:
+        raise UsageError(
+            f"inner width {width} is not divisible by {heads} heads",
+            where=where,
+            hint=f"set '{keys.head_dim[0]}' in the config",
+        )
+    return width // heads
+
+
+def _state_dtype(config: Mapping[str, Any], where: str) -> str:
+    for key in _HF_STATE_DTYPE_KEYS:
+        value = config.get(key)
+        if value in (None, "auto"):
+            continue
+        if value not in _HF_DTYPES:
+            raise UsageError(
+                f"key '{key}' is {json.dumps(value)}, not one of {', '.join(_HF_DTYPES)}",
+                where=where,
+                hint="give --state-dtype and remove the key",
+            )
+        return _HF_DTYPES[value]
+    return "fp32"
+
+
+def split(model: Model, tensor_parallel: int) -> Split:
+    """One GPU's share of ``model`` over ``tensor_parallel`` GPUs.
+
+    Fewer groups than GPUs are replicated, as serving engines do: every GPU then holds one group.
+
+    Raises:
+        SpecError: Heads cannot be divided among groups or GPUs, or groups among GPUs.
+    """
+    where = f"{model.name} at tensor parallel {tensor_parallel}"
+    if min(model.heads, model.groups, tensor_parallel) < 1:
+        raise SpecError(
+            f"{model.heads} heads, {model.groups} groups, {tensor_parallel} GPUs: each must be at least 1",
+            where=where,
+            hint="give positive numbers",
+        )
+    if model.heads % model.groups:
+        raise SpecError(
+            f"{model.heads} heads are not divisible by {model.groups} groups",
+            where=where,
+            hint="every group must serve the same number of heads: correct --heads or --groups",
+        )
+    if model.heads % tensor_parallel:
+        raise SpecError(
+            f"{model.heads} heads are not divisible by {tensor_parallel} GPUs",
+            where=where,
+            hint=f"choose --tp from the divisors of {model.heads}",
+        )
+    heads = model.heads // tensor_parallel
+    if model.groups % tensor_parallel == 0:
+        return Split(heads, model.groups // tensor_parallel)
+    if tensor_parallel % model.groups == 0:
+        copies = tensor_parallel // model.groups
+        return Split(
+            heads, 1, note=f"{where}: {model.groups} group(s) are replicated {copies}x, one on every GPU"
+        )
+    raise SpecError(
+        f"{model.groups} groups can be neither divided among nor replicated over {tensor_parallel} GPUs",
+        where=where,
+        hint="choose --tp so that one of the two numbers divides the other",
+    )
+
+
+def specs(
+    model: Model,
+    tensor_parallel: Iterable[int],
+    state_dtypes: Iterable[str],
+    window: int,
+    drafts: int = 0,
+) -> list[tuple[Spec, int]]:
+    """Every ``step`` spec of ``model`` with the heads that one GPU holds of it.
+
+    Args:
+        model: The layer at tensor parallel 1.
+        tensor_parallel: Numbers of GPUs a layer is split over.
+        state_dtypes: ``fp32``, ``bf16``, ``fp16``; empty takes the model's own.
+        window: Ring tokens before a flush.
+        drafts: Draft tokens verified per step; a step takes ``1 + drafts`` tokens.
+
+    Raises:
+        SpecError: A split or a shape that no kernel can serve; the place names the model.
+    """
+    found: list[tuple[Spec, int]] = []
+    for gpus in tensor_parallel:
+        share = split(model, gpus)
+        for state_dtype in tuple(state_dtypes) or (model.state_dtype,):
+            try:
+                spec = Spec(
+                    family="mamba2",
+                    op="step",
+                    head_dim=model.head_dim,
+                    state_size=model.state_size,
+                    heads_per_group=share.heads_per_group,
+                    window=window,
+                    num_tokens=1 + drafts,
+                    state_dtype=state_dtype,
+                )
+            except SpecError as error:
+                what, _, advice = error.what.partition("; ")
+                raise SpecError(
+                    what, where=model.name, hint=error.hint or advice or "change the option"
+                ) from error
+            found.append((spec, share.heads))
+    return found

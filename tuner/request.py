@@ -1,0 +1,238 @@
+"""What a user asks for, resolved: on which GPU, for which specs and batches, within which budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..codegen import targets
+from ..codegen.targets import Gpu
+from ..runtime.errors import SpecError
+from ..runtime.lookup import batch_grid
+from ..runtime.spec import DTYPE_BYTES, Spec
+from . import device
+from .errors import GpuMismatchError, NoGpuError, UsageError
+from .models import DEFAULT_TENSOR_PARALLEL, Model, specs, split
+
+MAX_EFFECTIVE_BATCH: Final = 65536
+DEFAULT_STATE_DTYPES: Final = ("fp32", "bf16")
+MEMORY_SHARE: Final = 0.8
+"""Share of a GPU's memory that state and rings may take: weights of the benchmark's copies need room."""
+LAYER_BUFFERS: Final = 2
+"""Layer buffers that must fit at once, so that a launch never finds its own state in the L2."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPU to work for, and whether it is here to be measured on."""
+
+    gpu: Gpu
+    measured: bool
+    note: str
+    """One sentence for the user: what was found and what follows from it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One spec with the effective batches (sequences x heads on one GPU) to tune it for."""
+
+    spec: Spec
+    effective_batches: tuple[int, ...]
+    layers: tuple[str, ...]
+    """Whose layer this is, e.g. ``nemotron-3-nano-4b tp1``."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound on a tune; None leaves a side unbounded."""
+
+    minutes: float | None = None
+    trials: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """A budget from ``10``, ``10m``, ``90s``, ``1.5h`` (a bare number is minutes) or ``500trials``.
+
+        Raises:
+            UsageError: Not such a text, or not above zero.
+        """
+        match = _BUDGET.fullmatch(text.strip().lower())
+        value = float(match["value"]) if match else 0.0
+        unit = (match["unit"] or "m")[0] if match else ""
+        if value <= 0 or (unit == "t" and not value.is_integer()):
+            raise UsageError(
+                f"'{text}' is not a budget",
+                where="--budget",
+                hint="give minutes (10), a time (90s, 10m, 1.5h) or a number of trials (500t)",
+            )
+        if unit == "t":
+            return cls(trials=int(value))
+        return cls(minutes=value * {"s": 1 / 60, "m": 1.0, "h": 60.0}[unit])
+
+
+_BUDGET = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>s|sec|m|min|minutes|h|hours|t|trials)?")
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the pipeline needs to know of a request."""
+
+    target: Target
+    work: tuple[Work, ...]
+    budget: Budget
+    store: Path
+    output: Path
+    notes: tuple[str, ...] = ()
+    """What the user should know before anything runs, e.g. that groups are replicated."""
+
+
+def resolve_target(
+    claimed: str | None, static: bool, probe: Callable[[], Gpu | None] | None = None
+) -> Target:
+    """The GPU to work for. ``claimed`` is checked against the one that is present.
+
+    Args:
+        claimed: ``--gpu``: a name of the database, or None to take the GPU that is found.
+        static: Measure nothing, even if the GPU is here.
+        probe: Asks the machine for its GPU; None asks the driver.
+
+    Raises:
+        UsageError: Nobody knows the claimed GPU.
+        GpuMismatchError: Another GPU is present.
+        NoGpuError: None is claimed and none is present.
+    """
+    wanted = None if claimed is None else targets.find(claimed)
+    present = (probe or device.probe)()
+    if present is None:
+        if wanted is None:
+            raise NoGpuError(
+                "no GPU found on this machine",
+                where="--gpu",
+                hint="name the GPU to work for, e.g. --gpu H100: without one the result is static",
+            )
+        reason = "as asked" if static else "no GPU here"
+        return Target(wanted, False, f"static mode for {wanted.name} ({reason}): nothing is timed")
+    here = targets.match_device(present.capability, present.sm_count, present.name) or present
+    if wanted is not None and not _is_claimed(claimed or "", wanted, here):
+        if static:
+            return Target(
+                wanted, False, f"static mode for {wanted.name} (a {here.name} is here): nothing is timed"
+            )
+        raise GpuMismatchError(
+            f"--gpu claims {wanted.name}, but this machine has {present.name} "
+            f"(compute capability {present.capability[0]}.{present.capability[1]}, {present.sm_count} SMs)",
+            where="--gpu",
+            hint=f"leave --gpu out to tune for {here.name}, "
+            f"or add --static to analyse {wanted.name} without measuring",
+        )
+    if (here.vendor, here.capability) not in targets.LIMITS:
+        raise UsageError(
+            f"compute capability {here.capability[0]}.{here.capability[1]} of {here.name} is not supported",
+            where="the GPU of this machine",
+            hint="name a supported GPU with --gpu and add --static",
+        )
+    if static:
+        return Target(here, False, f"static mode for {here.name} (as asked): nothing is timed")
+    return Target(here, True, f"measuring on {present.name}")
+
+
+def _is_claimed(claimed: str, wanted: Gpu, here: Gpu) -> bool:
+    """Whether the GPU here is the one claimed; a family name (``H100``) covers its members (NVL)."""
+    if here.name == wanted.name:
+        return True
+    return set(re.findall(r"[a-z0-9]+", claimed.lower())) <= set(re.findall(r"[a-z0-9]+", here.name.lower()))
+
+
+def layer_bytes(spec: Spec, effective_batch: int) -> int:
+    """Bytes of state and ring that one layer buffer of ``effective_batch`` heads takes."""
+    tokens = spec.window + spec.num_tokens
+    ring = DTYPE_BYTES[spec.ring_dtype] * spec.head_dim + 4
+    shared = DTYPE_BYTES[spec.ring_dtype] * spec.state_size
+    per_group = -(-effective_batch // spec.heads_per_group)
+    return spec.state_bytes(effective_batch) + tokens * (effective_batch * ring + per_group * shared)
+
+
+def fits(spec: Spec, effective_batch: int, memory_bytes: int) -> bool:
+    """Whether an effective batch can be measured within a GPU's memory."""
+    return LAYER_BUFFERS * layer_bytes(spec, effective_batch) <= MEMORY_SHARE * memory_bytes
+
+
+def resolve_work(
+    models: Sequence[Model],
+    gpu: Gpu,
+    *,
+    tensor_parallel: Sequence[int] = (),
+    state_dtypes: Sequence[str] = (),
+    window: int = 16,
+    drafts: Sequence[int] = (0,),
+    batches: Sequence[int] = (),
+) -> tuple[tuple[Work, ...], tuple[str, ...]]:
+    """Specs with their effective batches, each spec once, and notes for the user.
+
+    Args:
+        models: Layers at tensor parallel 1.
+        gpu: Bounds the batches by its memory.
+        tensor_parallel: Splits; empty takes the usual ones that each model can have.
+        state_dtypes: Empty takes fp32, bf16 and the model's own.
+        window: Ring tokens before a flush.
+        drafts: Draft tokens per step, one spec each.
+        batches: Sequences per GPU; empty takes the canonical grid, from one sequence of the most
+            split layer to :data:`MAX_EFFECTIVE_BATCH`.
+
+    Raises:
+        SpecError: A split or shape that no kernel can serve.
+        UsageError: A batch that does not fit in the GPU's memory.
+    """
+    heads_of: dict[Spec, set[int]] = {}
+    layers_of: dict[Spec, list[str]] = {}
+    notes: list[str] = []
+    for model in models:
+        for gpus in tensor_parallel or _possible_splits(model):
+            note = split(model, gpus).note
+            if note and note not in notes:
+                notes.append(note)
+            dtypes = state_dtypes or dict.fromkeys((*DEFAULT_STATE_DTYPES, model.state_dtype))
+            for count in drafts:
+                for spec, heads in specs(model, (gpus,), dtypes, window, count):
+                    heads_of.setdefault(spec, set()).add(heads)
+                    layer = f"{model.name} tp{gpus}"
+                    names = layers_of.setdefault(spec, [])
+                    if layer not in names:
+                        names.append(layer)
+    return tuple(
+        Work(spec, _effective_batches(spec, heads, batches, gpu), tuple(layers_of[spec]))
+        for spec, heads in heads_of.items()
+    ), tuple(notes)
+
+
+def _possible_splits(model: Model) -> tuple[int, ...]:
+    """The usual splits without those the model cannot have; one GPU must always do."""
+    split(model, 1)
+    possible = []
+    for gpus in DEFAULT_TENSOR_PARALLEL:
+        try:
+            split(model, gpus)
+        except SpecError:
+            continue
+        possible.append(gpus)
+    return tuple(possible)
+
+
+def _effective_batches(spec: Spec, heads: set[int], batches: Sequence[int], gpu: Gpu) -> tuple[int, ...]:
+    if not batches:
+        grid = batch_grid(min(heads), MAX_EFFECTIVE_BATCH)
+        return tuple(point for point in grid if fits(spec, point, gpu.memory_bytes))
+    asked = sorted({sequences * count for sequences in batches for count in heads})
+    for point in asked:
+        if not fits(spec, point, gpu.memory_bytes):
+            raise UsageError(
+                f"effective batch {point} takes {layer_bytes(spec, point) / 2**30:.1f} GiB of state a layer; "
+                f"{LAYER_BUFFERS} such layers do not fit in the {gpu.memory_bytes / 2**30:.0f} GiB "
+                f"of {gpu.name}",
+                where="--batch",
+                hint="ask for a smaller batch, a 16-bit state or a higher --tp",
+            )
+    return tuple(asked)
