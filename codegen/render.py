@@ -10,7 +10,7 @@ import re
 
 import jinja2
 
-from ..runtime.abi import CONSTEXPRS, next_power_of_two, parameters, ring_block, ring_span
+from ..runtime.abi import CONSTEXPRS, next_power_of_two, parameters, ring_block
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
 
@@ -58,7 +58,6 @@ def render(spec: Spec, structure: Structure) -> str:
             constexprs=CONSTEXPRS,
             n_block=n_block,
             ring_block=ring_block(spec),
-            ring_span=ring_span(spec),
             group_block=next_power_of_two(spec.heads_per_group),
             split_terms=split_terms(spec),
         )

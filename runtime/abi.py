@@ -17,8 +17,7 @@ from .spec import Spec
 class TensorArgument:
     """A tensor of a kernel: its name and the dimensions whose strides are passed.
 
-    The innermost dimension is contiguous and has no stride argument, except the ring's decay, whose
-    tokens may lie apart (token-major pools).
+    The innermost dimension is contiguous and has no stride argument.
     """
 
     name: str
@@ -61,7 +60,7 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
         arguments += [
             TensorArgument("ring_x", ring, ("slot", "head", "token"), True),
             TensorArgument("ring_b", ring, ("slot", "group", "token"), True),
-            TensorArgument("ring_decay", "fp32", ("slot", "head", "token")),
+            TensorArgument("ring_decay", "fp32", ("slot", "head")),
             TensorArgument("ring_start", "i32"),
             TensorArgument("ring_len", "i32"),
         ]
@@ -110,11 +109,6 @@ def next_power_of_two(value: int) -> int:
 def ring_block(spec: Spec) -> int:
     """Ring tokens a kernel holds at a time: the window, rounded up to a power of two, at least 16."""
     return max(16, next_power_of_two(max(1, spec.window)))
-
-
-def ring_span(spec: Spec) -> int:
-    """Largest ring capacity that kernels reading a ring by position (``load=early``) can serve."""
-    return max(16, next_power_of_two(spec.window + spec.num_tokens))
 
 
 def scratch_size(spec: Spec) -> int:

@@ -470,8 +470,7 @@ def _tensor(
         raise ArgumentError(
             f"{op}: {name} is on {tensor.device}, other arguments on {like.device}; move all to one device"
         )
-    # Tokens of the decay may lie apart: it is loaded value by value.
-    if name != "ring_decay" and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ArgumentError(
             f"{op}: the innermost dimension of {name} has stride {tensor.stride(-1)}; it must be contiguous "
             "(stride 1), other strides are free"

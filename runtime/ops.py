@@ -278,9 +278,6 @@ def make_cache(
 ) -> Cache:
     """Separately allocated caches of zeros with empty rings; of capacity 0 for a native spec.
 
-    Rings are laid out token by token (slot, token, head, …) and returned as views of the shapes that the
-    ops take: what a step appends then lies together in memory, and so does what it reads.
-
     Raises:
         ArgumentError: heads, groups and spec do not fit, or the capacity is too small.
     """
@@ -291,9 +288,9 @@ def make_cache(
 
     return Cache(
         state=zeros(spec.state_dtype, heads, spec.head_dim, spec.state_size),
-        ring_x=zeros(spec.ring_dtype, capacity, heads, spec.head_dim).transpose(1, 2),
-        ring_b=zeros(spec.ring_dtype, capacity, groups, spec.state_size).transpose(1, 2),
-        ring_decay=zeros("fp32", capacity, heads).transpose(1, 2),
+        ring_x=zeros(spec.ring_dtype, heads, capacity, spec.head_dim),
+        ring_b=zeros(spec.ring_dtype, groups, capacity, spec.state_size),
+        ring_decay=zeros("fp32", heads, capacity),
         ring_start=torch.zeros(slots, dtype=torch.int32, device=device),
         ring_len=torch.zeros(slots, dtype=torch.int32, device=device),
     )

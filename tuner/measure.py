@@ -83,10 +83,9 @@ class LayerStack:
         p, n = spec.head_dim, spec.state_size
         self._tensors: dict[str, torch.Tensor] = {
             "state": self._normal(layers, slots, heads, p, n, dtype=TORCH_DTYPES[spec.state_dtype]),
-            # Token-major, as `make_cache` lays rings out.
-            "ring_x": self._normal(layers, slots, capacity, heads, p, dtype=ring).transpose(2, 3),
-            "ring_b": self._normal(layers, slots, capacity, groups, n, dtype=ring).transpose(2, 3),
-            "ring_decay": (self._uniform(layers, slots, capacity, heads) * 0.1 + 0.001).transpose(2, 3),
+            "ring_x": self._normal(layers, slots, heads, capacity, p, dtype=ring),
+            "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring),
+            "ring_decay": self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001,
             "x": self._normal(layers, rows, heads, p, dtype=activation),
             "dt": self._normal(layers, rows, heads, dtype=activation),
             "a": -self._uniform(layers, heads) * 15.0 - 1.0,
