@@ -51,7 +51,7 @@ tune: $(STAMP)
 	$(BIN)/replayssm-tune $(if $(GPU),--gpu '$(GPU)') $(ARGS)
 
 generate: $(STAMP)
-	$(BIN)/replayssm-tune generate $(ARGS)
+	$(BIN)/replayssm-tune generate --output generated $(ARGS)
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

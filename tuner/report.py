@@ -112,12 +112,14 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Emitted:
-    """Result of ``generate``: the files written, those left as they were, and the table's rows."""
+    """Result of ``generate``: files written, removed and left as they were, and the tables' rows."""
 
     table_path: str
     rows: int
     written: tuple[str, ...]
     unchanged: int = 0
+    removed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 FINDING_EXITS: Final = {
@@ -310,7 +312,9 @@ def emitted_info(emitted: Emitted) -> Data:
         "table_path": emitted.table_path,
         "rows": emitted.rows,
         "written": list(emitted.written),
+        "removed": list(emitted.removed),
         "unchanged": emitted.unchanged,
+        "notes": list(emitted.notes),
     }
 
 
@@ -472,13 +476,18 @@ def draw_emitted(data: Data, console: Console) -> None:
     """Draw :func:`emitted_info`."""
     for path in data["written"]:
         console.print(f"wrote {path}")
+    for path in data["removed"]:
+        console.print(f"removed {path}: no table names it")
+    for note in data["notes"]:
+        console.print(f"note: {note}")
     console.print(f"{data['rows']} rows in {data['table_path']}; {data['unchanged']} files were up to date")
 
 
 def draw_checked(data: Data, console: Console) -> None:
     """Draw :func:`checked_info`: failures first."""
     for finding in sorted(data["findings"], key=lambda f: not f["failed"]):
-        word = "FAILED" if finding["failed"] else "note"
+        failed = finding["failed"] and FINDING_EXITS[finding["kind"]] != "OK"
+        word = "FAILED" if failed else "note"
         console.print(f"{word} {finding['kind']}: {finding['subject']}: {finding['message']}")
     looked_at = ", ".join(f"{count} {kind}" for kind, count in data["counts"].items())
     failures = sum(f["failed"] for f in data["findings"])

@@ -12,17 +12,33 @@ from .exit_codes import ExitCode
 
 @click.command()
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[FOLDER]...")
+@click.option(
+    "--junit",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write the result as JUnit XML.",
+)
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write a Markdown summary, e.g. for the page of a CI run.",
+)
 @options.result_options
-def check(folders: tuple[Path, ...], as_json: bool) -> int:
+def check(folders: tuple[Path, ...], junit: Path | None, markdown: Path | None, as_json: bool) -> int:
     """Check generated folders without a GPU; no FOLDER means the installed one.
 
-    Files against fresh renderings, every row compiled for its target, registers, spills and
-    shared memory against those recorded, schema, coverage, and the default in its space.
+    Files against fresh renderings, every row compiled for its target, registers, spills, shared
+    memory and size against those recorded, schema, coverage, and the default in its space.
     """
-    from .. import progress, report
+    from ...codegen import files
+    from .. import formats, progress, report
 
     with progress.progress() as notify:
         checked = pipeline.load().check(folders, notify)
     data = report.checked_info(checked)
     output.emit(data, report.draw_checked, as_json)
+    for path, text in ((junit, formats.junit), (markdown, formats.markdown)):
+        if path is not None:
+            files.write(path, text(data))
     return ExitCode[data["exit"]]

@@ -8,6 +8,7 @@ from typing import Final
 
 import click
 
+from ...codegen.files import EmitError
 from ...codegen.targets import GpuError
 from ...runtime.errors import ArgumentError, CompileError, DispatchError, ReplayError, SpecError, TableError
 from ..errors import (
@@ -66,6 +67,7 @@ BY_ERROR: Final[dict[type[ReplayError], ExitCode]] = {
     RegressionError: ExitCode.REGRESSION,
     CoverageError: ExitCode.COVERAGE,
     StoreError: ExitCode.STORE,
+    EmitError: ExitCode.STORE,
     TableError: ExitCode.TABLE,
     DispatchError: ExitCode.TABLE,
     CompileError: ExitCode.TOOLCHAIN,

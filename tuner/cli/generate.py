@@ -1,8 +1,8 @@
-"""``generate``: kernels and table from what is already measured."""
+"""``generate``: the kernels that tables name, rendered again."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import click
 
@@ -10,18 +10,21 @@ from . import options, output, pipeline
 
 
 @click.command()
-@options.gpu_option
-@options.static_option
-@options.workload_options
-@options.store_option
-@options.output_option
+@click.option(
+    "--output",
+    "folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder with the dispatch tables, as --output of tune. Default: the installed one.",
+)
 @options.result_options
-def generate(as_json: bool, **values: Any) -> None:
-    """Write kernels and the dispatch table from the store, without timing anything."""
+def generate(folder: Path | None, as_json: bool) -> None:
+    """Render every kernel that the dispatch tables name, exactly; nothing is timed.
+
+    Kernels that no table names any more are removed; files that are up to date are not touched.
+    """
     from .. import progress, report
 
-    job = options.build_job(**values)
-    output.announce(job)
     with progress.progress() as notify:
-        emitted = pipeline.load().generate(job, notify)
+        emitted = pipeline.load().generate(folder, notify)
     output.emit(report.emitted_info(emitted), report.draw_emitted, as_json)

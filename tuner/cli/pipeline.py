@@ -22,8 +22,8 @@ class Pipeline(Protocol):
     def tune(self, job: Job, report: Report) -> Tuned:
         """The whole job: plan, gate, search or rank, choose, write kernels and table."""
 
-    def generate(self, job: Job, report: Report) -> Emitted:
-        """Write kernels and table from what the store already holds. Times nothing."""
+    def generate(self, folder: Path | None, report: Report) -> Emitted:
+        """Render the kernels that a folder's tables name (None: the installed one's). Times nothing."""
 
     def check(self, folders: Sequence[Path], report: Report) -> Checked:
         """Compare generated folders (none: the installed one) with fresh renderings and binaries."""

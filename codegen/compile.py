@@ -1,0 +1,493 @@
+"""Cross-compiling the points of a space, on any machine: what each would take of its target.
+
+:func:`compile_variant` compiles one point in this process; :class:`CompilePool` many, in worker
+processes that can be killed. Both leave the binaries in Triton's disk cache, where whoever launches
+the same point (see :mod:`..runtime.compiled`) finds them. :func:`select` then says which points are
+worth a launch, and why the others are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..runtime.errors import CompileError, ReplayError
+from ..runtime.plan import Variant
+from ..runtime.spec import Spec
+from ..runtime.table import Binary
+from .cache import rendered
+from .targets import Gpu, Limits, triton_target
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+MAX_SPILLS_BYTES: Final = 128
+"""Stack per thread above which a point is not worth a launch."""
+
+INSTRUCTION_BYTES: Final = 16
+"""Size of one machine instruction, compute capability 7.0 and newer."""
+
+_REGISTER_UNIT: Final = 8
+"""Registers of a thread are handed out in units of this."""
+
+
+@dataclass(frozen=True)
+class KernelBinary:
+    """What the compiler made of one kernel.
+
+    Args:
+        name: ``step`` or ``coefficients``.
+        registers: Per thread.
+        spills_bytes: Stack per thread: local memory that registers were spilled to.
+        shared_bytes: Per program.
+        size_bytes: Of the whole binary.
+        instructions: Of the machine code, padding included.
+        digest: Of the machine code alone: debug information does not count. 16 hex digits.
+    """
+
+    name: str
+    registers: int
+    spills_bytes: int
+    shared_bytes: int
+    size_bytes: int
+    instructions: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Result of one job.
+
+    Args:
+        spec, variant: The job.
+        kernels: In launch order; empty if compiling failed.
+        status: ``ok``, ``compile`` (the compiler refused), ``crash`` or ``timeout``, as in the
+            tuner's measurements.
+        reason: Why there are no kernels; "" when ``ok``.
+        seconds: Wall time.
+    """
+
+    spec: Spec
+    variant: Variant
+    kernels: tuple[KernelBinary, ...] = ()
+    status: str = "ok"
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def step(self) -> KernelBinary:
+        """The kernel that moves the state."""
+        return self.kernels[-1]
+
+    def binary(self, triton_version: str) -> Binary:
+        """The record of a table's row: the largest of its kernels' needs, one digest over all."""
+        digest = hashlib.sha256("".join(kernel.digest for kernel in self.kernels).encode()).hexdigest()[:16]
+        return Binary(
+            triton=triton_version,
+            registers=max(kernel.registers for kernel in self.kernels),
+            spills_bytes=max(kernel.spills_bytes for kernel in self.kernels),
+            shared_bytes=max(kernel.shared_bytes for kernel in self.kernels),
+            size_bytes=sum(kernel.size_bytes for kernel in self.kernels),
+            digest=self.kernels[0].digest if len(self.kernels) == 1 else digest,
+        )
+
+
+Job = tuple[Spec, Variant]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A point that is not worth a launch.
+
+    Args:
+        variant: The point.
+        reason: What is counted, e.g. ``shared memory``.
+        detail: The figures, or the key of the point with the same binary.
+    """
+
+    variant: Variant
+    reason: str
+    detail: str = ""
+
+
+class CompilerMissingError(ReplayError, RuntimeError):
+    """Triton, its assembler or a C compiler is missing or does not start."""
+
+
+def select(
+    results: Iterable[Compiled], limits: Limits, keep: Variant | None = None
+) -> tuple[tuple[Compiled, ...], tuple[Drop, ...]]:
+    """Divide compiled points of one spec and role into those worth a launch and the others.
+
+    Of points with the same binary, grid and launch the first one stays. ``keep`` (the default
+    point) is only dropped if it cannot run at all.
+
+    Args:
+        results: In the order of the space.
+        limits: Of the target.
+        keep: Never dropped for spills or as a duplicate.
+    """
+    ordered = sorted(results, key=lambda result: result.variant != keep)
+    kept: list[Compiled] = []
+    dropped: list[Drop] = []
+    first: dict[tuple[object, ...], Compiled] = {}
+    for result in ordered:
+        drop = _over_limits(result, limits, is_default=result.variant == keep)
+        if drop is None:
+            same = first.setdefault(_launch_identity(result), result)
+            if same is not result:
+                drop = Drop(result.variant, "same binary", same.variant.key)
+        if drop is None:
+            kept.append(result)
+        else:
+            dropped.append(drop)
+    return tuple(kept), tuple(dropped)
+
+
+def _over_limits(result: Compiled, limits: Limits, *, is_default: bool) -> Drop | None:
+    variant = result.variant
+    if result.status != "ok":
+        return Drop(variant, result.status, result.reason)
+    for kernel in result.kernels:
+        warps = variant.tile.num_warps
+        registers = -(-kernel.registers // _REGISTER_UNIT) * _REGISTER_UNIT * 32 * warps
+        if kernel.shared_bytes > limits.shared_bytes_per_block:
+            detail = f"{kernel.shared_bytes} of {limits.shared_bytes_per_block} bytes"
+            return Drop(variant, "shared memory", detail)
+        if registers > limits.registers_per_sm:
+            return Drop(variant, "registers", f"{registers} of {limits.registers_per_sm}")
+        if kernel.spills_bytes > MAX_SPILLS_BYTES and not is_default:
+            return Drop(variant, "spills", f"{kernel.spills_bytes} bytes a thread")
+    return None
+
+
+def _launch_identity(result: Compiled) -> tuple[object, ...]:
+    tile = result.variant.tile
+    return (
+        result.spec,
+        tuple((kernel.name, kernel.digest, kernel.shared_bytes) for kernel in result.kernels),
+        tile.block_p,
+        tile.heads_per_program,
+        tile.num_warps,
+    )
+
+
+def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Compiled:
+    """Compile one point for ``gpu`` in this process, for aligned tensors of the spec's dtypes.
+
+    Args:
+        modules: Folder for rendered modules.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    from ..runtime.build import compile_kernel
+    from ..runtime.compiled import load_module
+
+    start = time.monotonic()
+    target = triton_target(gpu)
+    gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
+    module = load_module(rendered(modules)(spec, variant.structure))
+    names = ("coefficients", "step") if variant.structure.coefficients == "precomputed" else ("step",)
+    kernels = []
+    for name in names:
+        try:
+            kernel = compile_kernel(getattr(module, name), spec, variant, gpu_target, tiled=name == "step")
+        except CompileError as error:
+            reason = str(error)
+            return Compiled(spec, variant, (), "compile", reason, time.monotonic() - start)
+        kernels.append(_inspect(name, kernel))
+    return Compiled(spec, variant, tuple(kernels), seconds=time.monotonic() - start)
+
+
+def check_toolchain(launching: bool = False) -> str:
+    """Version of Triton, if everything that compiling needs is here.
+
+    Args:
+        launching: Kernels are also to be launched: Triton then builds a launcher in C.
+
+    Raises:
+        CompilerMissingError: Something is missing or does not start; the message says what to install.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise CompilerMissingError(
+            "triton is not installed", hint="install it (on Linux: pip install triton), or torch with it"
+        )
+    import triton
+
+    tools = triton.knobs.nvidia
+    for name in ("ptxas", "cuobjdump"):
+        try:
+            tool = getattr(tools, name).path
+            subprocess.run([tool, "--version"], check=True, capture_output=True, timeout=60)
+        except Exception as error:
+            raise CompilerMissingError(
+                f"{name}, which comes with triton {triton.__version__}, does not start: {error}",
+                hint=f"install triton again, or point TRITON_{name.upper()}_PATH at one that works",
+            ) from error
+    if launching:
+        compiler = os.environ.get("CC") or "cc"
+        if not any(shutil.which(name) for name in (compiler, "clang", "gcc")):
+            raise CompilerMissingError(
+                f"no C compiler ({compiler}, clang or gcc): triton builds launchers with it",
+                hint="install gcc or clang, or set CC",
+            )
+    return str(triton.__version__)
+
+
+def _inspect(name: str, kernel: CompiledKernel) -> KernelBinary:
+    cubin: bytes = kernel.asm["cubin"]
+    registers, stack = _resources(cubin)
+    code = _sections(cubin, ".text.")
+    return KernelBinary(
+        name=name,
+        registers=registers,
+        spills_bytes=stack,
+        shared_bytes=int(kernel.metadata.shared),
+        size_bytes=len(cubin),
+        instructions=len(code) // INSTRUCTION_BYTES,
+        digest=hashlib.sha256(code).hexdigest()[:16],
+    )
+
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes a thread, as the vendor's tool reads them."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    usage = _USAGE.search(text)
+    if usage is None:
+        raise CompilerMissingError(
+            f"cuobjdump of triton {triton.__version__} names no registers",
+            hint="use a triton of the tested range",
+        )
+    return int(usage[1]), int(usage[2])
+
+
+def _sections(elf: bytes, prefix: str) -> bytes:
+    """Contents of the sections of a 64-bit ELF file whose names start with ``prefix``."""
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    size, count, names = struct.unpack_from("<HHH", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    start = headers[names][4]
+    found = b""
+    for name, _, _, _, offset, length in headers:
+        text = elf[start + name : elf.index(b"\0", start + name)]
+        if text.startswith(prefix.encode()):
+            found += elf[offset : offset + length]
+    return found
+
+
+class CompilePool:
+    """Worker processes that compile points; each can be killed without harm to the others.
+
+    Workers are spawned at the first job and serve until :meth:`close`. Each leads a process group of
+    its own, so that a time-out also ends the assembler it started and a Ctrl-C reaches only the
+    caller, who then ends them all.
+
+    Args:
+        gpu: The target.
+        workers: Number of processes.
+        timeout_s: Wall time of one job, after which its worker is killed.
+        cache_dir: Where rendered modules and Triton's cache lie: whoever launches the points sets
+            ``TRITON_CACHE_DIR`` to :attr:`triton_cache`.
+    """
+
+    def __init__(self, gpu: Gpu, workers: int, timeout_s: float, cache_dir: Path) -> None:
+        self.gpu = gpu
+        self.cache_dir = Path(cache_dir)
+        self._count = max(1, workers)
+        self._timeout_s = timeout_s
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+
+    @property
+    def modules(self) -> Path:
+        """Folder of the rendered modules."""
+        return self.cache_dir / "modules"
+
+    @property
+    def triton_cache(self) -> Path:
+        """Triton's cache of the workers."""
+        return self.cache_dir / "triton"
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers now, busy or not."""
+        for worker in (*self._idle, *self._busy):
+            worker.kill()
+        self._idle.clear()
+        self._busy.clear()
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Compiled]:
+        """Compile all jobs; results come as they are ready, in no order.
+
+        ``jobs`` is read as workers get free. A time-out or a crash of the compiler is a result.
+        Leaving the iterator, by an exception too, ends the workers that are busy.
+
+        Raises:
+            CompilerMissingError: The toolchain does not work.
+        """
+        source = iter(jobs)
+        busy = self._busy
+        try:
+            while True:
+                while len(busy) < self._count:
+                    job = next(source, None)
+                    if job is None:
+                        break
+                    busy.append(self._worker())
+                    busy[-1].submit(job)
+                if not busy:
+                    return
+                left_s = min(worker.started_s for worker in busy) + self._timeout_s - time.monotonic()
+                ready = set(wait([worker.pipe for worker in busy], max(0.0, left_s)))
+                for worker in tuple(busy):
+                    if worker.pipe in ready:
+                        result = worker.result()
+                    elif time.monotonic() - worker.started_s >= self._timeout_s:
+                        worker.kill()
+                        result = worker.failed("timeout", f"compiling took more than {self._timeout_s:g} s")
+                    else:
+                        continue
+                    busy.remove(worker)
+                    if worker.alive:
+                        self._idle.append(worker)
+                    yield result
+        finally:
+            for worker in busy:
+                worker.kill()
+            busy.clear()
+
+    def _worker(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            worker.kill()
+        return _Worker(self.gpu, self.modules, self.triton_cache)
+
+
+class _Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self, gpu: Gpu, modules: Path, triton_cache: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, gpu, modules, triton_cache), name="compile", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._job: Job | None = None
+        self.started_s = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return not self.pipe.closed and self._process.is_alive()
+
+    def submit(self, job: Job) -> None:
+        self._job, self.started_s = job, time.monotonic()
+        try:
+            self.pipe.send(job)
+        except OSError:
+            return  # it died while idle: its pipe is at an end, which run() sees
+
+    def result(self) -> Compiled:
+        """What the worker sent; a closed pipe is a crash."""
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(5)
+            code = self._process.exitcode
+            self.kill()
+            return self.failed("crash", f"the compiler's process died (exit code {code})")
+        if isinstance(answer, CompilerMissingError):
+            self.kill()
+            raise answer
+        assert isinstance(answer, Compiled)
+        return answer
+
+    def failed(self, status: str, reason: str) -> Compiled:
+        assert self._job is not None
+        return Compiled(*self._job, (), status, reason, time.monotonic() - self.started_s)
+
+    def kill(self) -> None:
+        """End the process and whatever it started, and reap it."""
+        if self._process.is_alive() and self._process.pid is not None:
+            # The group exists once the worker has made it; until then there is only the process.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> None:
+    """Body of a worker: jobs until the pipe closes, which it also does if the caller dies."""
+    os.setpgid(0, 0)
+    os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
+    # One job is one core's work; what torch and the assembler could add is the pool's to decide.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    failure: CompilerMissingError | None = None
+    try:
+        check_toolchain()
+    except CompilerMissingError as error:
+        failure = CompilerMissingError(error.what, where=error.where, hint=error.hint)
+    while True:
+        try:
+            spec, variant = pipe.recv()
+        except (EOFError, OSError):
+            return
+        answer: Any = failure
+        if failure is None:
+            start = time.monotonic()
+            try:
+                answer = compile_variant(spec, variant, gpu, modules)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                answer = Compiled(spec, variant, (), "crash", reason, time.monotonic() - start)
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+
+
+def group_by_role(results: Sequence[Compiled]) -> dict[tuple[Spec, str], list[Compiled]]:
+    """Results by spec and role, to be handed to :func:`select` one by one."""
+    groups: dict[tuple[Spec, str], list[Compiled]] = {}
+    for result in results:
+        groups.setdefault((result.spec, result.variant.structure.role), []).append(result)
+    return groups
+
+
+def without_times(result: Compiled) -> Compiled:
+    """``result`` as every run gives it."""
+    return dataclasses.replace(result, seconds=0.0)

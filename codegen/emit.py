@@ -1,0 +1,192 @@
+"""Emitting: the modules that dispatch tables name, and the tables, as files of a ``generated`` folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..runtime.defaults import default_plan
+from ..runtime.errors import TableError
+from ..runtime.lookup import read_folder
+from ..runtime.modules import CURSORS, module_name
+from ..runtime.plan import Structure
+from ..runtime.spec import Spec
+from ..runtime.table import Row, Table, dumps, gpu_slug, is_stale, load, merge
+from .files import emit_error, write
+from .render import GENERATED_MARK, module_digest, render, render_cursors
+
+Progress = Callable[[int, int, str], None]
+"""Told of every module: done, total, name."""
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What emitting did to a folder; paths are relative to it."""
+
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+    """Modules that no table names any more."""
+    unchanged: int
+    """Files that were up to date and not touched."""
+    table_path: Path
+    """The table, or the folder of tables."""
+    rows: int
+    """Rows of the table, or of all tables."""
+    notes: tuple[str, ...] = ()
+
+
+def emit(folder: Path, table: Table, *, keep: bool = True, progress: Progress | None = None) -> Emission:
+    """Write ``table`` and the modules it names; remove modules that no table of ``folder`` names.
+
+    Modules come before the table and removals after it: whenever this is interrupted, every table
+    finds its modules. Two processes may emit into one folder.
+
+    Args:
+        folder: A ``generated`` folder; made where missing.
+        table: Rows to write, of one GPU.
+        keep: Rows that the GPU's file already has stay, as :func:`..runtime.table.merge` joins them;
+            False replaces the file.
+        progress: Called once a module.
+
+    Raises:
+        EmitError: Full disk or read-only folder.
+        TableError: The GPU's file cannot be read, or is of another GPU; nothing is written.
+    """
+    path = folder / "tables" / f"{gpu_slug(table.gpu.name)}.json"
+    with _locked(folder):
+        if keep and path.is_file():
+            table = merge((load(path), table))
+        return _emit(folder, modules([table]), {path: dumps(table)}, path, len(table.rows), progress)
+
+
+def regenerate(folder: Path, progress: Progress | None = None) -> Emission:
+    """Render the modules that the tables of ``folder`` name; the tables stay as they are.
+
+    Raises:
+        EmitError: As :func:`emit`.
+        TableError: A table cannot be read, or there is none; nothing is written.
+    """
+    where = folder / "tables"
+    tables = read_folder(where, strict=True) if where.is_dir() else ()
+    if not tables:
+        raise TableError("there is no table", where=str(where), hint="name a folder that a tune has written")
+    with _locked(folder):
+        rows = [row for table in tables for row in table.rows]
+        done = _emit(folder, modules(tables), {}, where, len(rows), progress)
+    stale = sum(is_stale(row, digest_of) for row in rows)
+    note = f"{stale} rows are stale: their kernels have changed since they were timed"
+    return Emission(**{**vars(done), "notes": (*done.notes, note) if stale else done.notes})
+
+
+def modules(tables: Iterable[Table]) -> dict[str, tuple[Spec, Structure] | None]:
+    """Modules that tables need, by name: of their rows, and of the default plan of each spec.
+
+    The default serves where no row does (another architecture, say), also in a slim package. None
+    stands for the cursor ops' module, which is always there.
+    """
+    found: dict[str, tuple[Spec, Structure] | None] = {CURSORS: None}
+    for table in tables:
+        for row in table.rows:
+            for variant in (*row.plan.variants, *default_plan(row.spec).variants):
+                found[module_name(row.spec, variant.structure)] = (row.spec, variant.structure)
+    return dict(sorted(found.items()))
+
+
+def source(module: tuple[Spec, Structure] | None) -> str:
+    """Source of a module of :func:`modules`."""
+    return render_cursors() if module is None else render(*module)
+
+
+@functools.lru_cache(maxsize=4096)
+def digest_of(spec: Spec, structure: Structure) -> str:
+    """Digest of the module as it is rendered today."""
+    return module_digest(render(spec, structure))
+
+
+def stale(row: Row) -> bool:
+    """Whether a module of ``row`` has changed since the row was made."""
+    return is_stale(row, digest_of)
+
+
+def emitted(folder: Path) -> list[Path]:
+    """Module files in ``folder``, by name; files of others are not among them."""
+    return [path for path in sorted((folder / "kernels").glob("*.py")) if _is_generated(path)]
+
+
+def _emit(
+    folder: Path,
+    needed: dict[str, tuple[Spec, Structure] | None],
+    texts: dict[Path, str],
+    table_path: Path,
+    rows: int,
+    progress: Progress | None,
+) -> Emission:
+    written, total = [], len(needed)
+    for done, (name, module) in enumerate(needed.items(), 1):
+        path = folder / "kernels" / f"{name}.py"
+        if write(path, source(module)):
+            written.append(path)
+        if progress is not None:
+            progress(done, total, name)
+    written += [path for path, text in texts.items() if write(path, text)]
+    removed, notes = _prune(folder, needed)
+    return Emission(
+        written=tuple(path.relative_to(folder).as_posix() for path in written),
+        removed=removed,
+        unchanged=total + len(texts) - len(written),
+        table_path=table_path,
+        rows=rows,
+        notes=notes,
+    )
+
+
+def _prune(folder: Path, needed: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Remove modules that neither ``needed`` nor any table names; nothing while a table is unreadable."""
+    spare = [path for path in emitted(folder) if path.stem not in needed]
+    if not spare:
+        return (), ()
+    tables = folder / "tables"
+    try:
+        named = modules(read_folder(tables, strict=True)) if tables.is_dir() else {}
+    except TableError as error:
+        return (), (f"no module was removed, since a table cannot be read: {error}",)
+    removed = []
+    for path in spare:
+        if path.stem in named:
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise emit_error(path, error) from error
+        removed.append(path.relative_to(folder).as_posix())
+    return tuple(removed), ()
+
+
+def _is_generated(path: Path) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return GENERATED_MARK in file.read(1024)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time reads and writes ``folder``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise emit_error(folder, error) from error
+    try:
+        # A file system without locks still takes one process at a time.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

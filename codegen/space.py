@@ -1,0 +1,481 @@
+"""The space of kernels, declared once: axes, constraints, and the regions worth a search.
+
+An *axis* is a choice with its values. A *constraint* says by name which points cannot exist for a
+spec. A *region* is a box of axis values in which a role is searched: what was never seen near an
+optimum stays out of the regions, so that a whole space compiles in minutes, though it is legal and
+can be gated or timed by hand. :func:`points` lists the legal points of all regions of a role.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from ..runtime.abi import next_power_of_two
+from ..runtime.defaults import default_plan
+from ..runtime.plan import ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
+from ..runtime.spec import DTYPE_BYTES, Spec
+
+WARP_SIZE: Final = 32
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One choice of a kernel.
+
+    Args:
+        name: Field of :class:`Structure` or :class:`Tile`.
+        values: Everything it may be.
+        doc: What it decides.
+    """
+
+    name: str
+    values: tuple[object, ...]
+    doc: str
+
+
+_POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+AXES: Final = (
+    Axis("coefficients", STRUCTURE_VALUES["coefficients"], "ring weights inline or by a kernel before"),
+    Axis(
+        "route", STRUCTURE_VALUES["route"], "rows that keep their state: read old state, or rebuild the new"
+    ),
+    Axis("readout", STRUCTURE_VALUES["readout"], "state read-out: sums in registers, or a tensor-core dot"),
+    Axis("scores", STRUCTURE_VALUES["scores"], "ring scores B.C: sums in registers, or a tensor-core dot"),
+    Axis("load", STRUCTURE_VALUES["load"], "state loaded where it is used, or ahead of everything else"),
+    Axis("block_p", _POWERS, "rows of the state a program holds"),
+    Axis("block_n", _POWERS, "columns a read-out loads at a time (early, native: that a thread's row spans)"),
+    Axis("fold_block_n", (0, *_POWERS), "columns a fold works on at a time"),
+    Axis("heads_per_program", (1, 2, 4, 6, 8, 12, 16), "heads of a group a program serves in turn"),
+    Axis("num_warps", (1, 2, 4, 8), "warps of a program"),
+    Axis("num_stages", (1, 2, 3, 4), "pipelining depth of the loop over heads"),
+    Axis("max_registers", (0, 168), "register cap per thread"),
+    Axis("evict_first", (False, True), "state leaves the L2 first"),
+)
+"""All axes, in the order of the records' fields."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A rule that legal points obey; rejected points are counted under ``name``."""
+
+    name: str
+    holds: Callable[[Spec, Variant], bool]
+
+
+def state_block(spec: Spec) -> int:
+    """Columns of the whole state, rounded up to a power of two."""
+    return next_power_of_two(spec.state_size)
+
+
+def folds(structure: Structure) -> bool:
+    """Whether kernels of ``structure`` fold ring tokens into the state."""
+    return structure.role in ("both", "flush") or structure.route == "rebuild"
+
+
+def reads_old(structure: Structure) -> bool:
+    """Whether they read outputs from the old state, in columns of ``block_n``."""
+    return structure.role in ("both", "nonflush") and structure.route == "output_only"
+
+
+def _own_axes(spec: Spec, variant: Variant) -> bool:
+    structure = variant.structure
+    keeps_rows = structure.role in ("both", "nonflush")
+    return (
+        (spec.op == "native_step") == (structure.role == "native")
+        and (keeps_rows or (structure.coefficients, structure.route) == ("inline", "output_only"))
+        and (reads_old(structure) or structure.scores == "elementwise")
+        and (structure.role != "native" or structure == Structure("native"))
+    )
+
+
+def _early(spec: Spec, variant: Variant) -> bool:
+    structure, tile = variant.structure, variant.tile
+    return structure.load != "early" or (
+        (structure.coefficients, structure.readout) == ("inline", "elementwise")
+        and (tile.heads_per_program, tile.num_stages) == (1, 1)
+        and tile.fold_block_n in (0, state_block(spec))
+    )
+
+
+def _dot_readout(spec: Spec, variant: Variant) -> bool:
+    structure = variant.structure
+    if structure.readout != "dot":
+        return True
+    if structure.load != "late" or state_block(spec) < 16 or variant.tile.block_p < 16:
+        return False
+    if not reads_old(structure):
+        return True
+    # C stands beside the state in a dot: an fp32 state is read in tf32, another in its own dtype.
+    return (
+        DTYPE_BYTES[spec.activation_dtype] == 2
+        and spec.state_dtype in ("fp32", spec.activation_dtype)
+        and variant.tile.block_n == state_block(spec)
+    )
+
+
+def _dot_scores(spec: Spec, variant: Variant) -> bool:
+    return variant.structure.scores != "dot" or (
+        DTYPE_BYTES[spec.ring_dtype] == 2
+        and spec.ring_dtype == spec.activation_dtype
+        and state_block(spec) >= 16
+    )
+
+
+def _block_of_rows(spec: Spec, variant: Variant) -> bool:
+    return variant.tile.block_p <= max(32, next_power_of_two(spec.head_dim))
+
+
+def _block_of_columns(spec: Spec, variant: Variant) -> bool:
+    structure, tile, whole = variant.structure, variant.tile, state_block(spec)
+    spans = reads_old(structure) or structure.load == "early" or structure.role == "native"
+    if tile.block_n > whole or (not spans and tile.block_n != whole):
+        return False
+    return 1 <= tile.fold_block_n <= whole if folds(structure) else tile.fold_block_n == 0
+
+
+def _heads(spec: Spec, variant: Variant) -> bool:
+    return spec.heads_per_group % variant.tile.heads_per_program == 0
+
+
+def _stages(spec: Spec, variant: Variant) -> bool:
+    return variant.tile.num_stages == 1 or variant.tile.heads_per_program >= variant.tile.num_stages
+
+
+def _registers(spec: Spec, variant: Variant) -> bool:
+    """fp32 values of a state tile per thread: too many spill, too few leave lanes idle."""
+    structure, tile = variant.structure, variant.tile
+    threads = WARP_SIZE * tile.num_warps
+    held = [tile.block_p * tile.fold_block_n] if folds(structure) and structure.load == "late" else []
+    whole = structure.load == "early" or structure.role == "native"
+    if whole:
+        held.append(tile.block_p * state_block(spec))
+    elif reads_old(structure) and structure.readout == "elementwise":
+        held.append(tile.block_p * tile.block_n)
+    if any(values > 256 * threads for values in held):
+        return False
+    if folds(structure) and tile.block_p * tile.fold_block_n > 128 * threads:
+        return False
+    return not whole or held[0] >= min(4 * threads, 512)
+
+
+CONSTRAINTS: Final = (
+    Constraint("axis of another role", _own_axes),
+    Constraint("early load: one head, inline, the whole state", _early),
+    Constraint("read-out by dot: dtypes and whole rows", _dot_readout),
+    Constraint("scores by dot: 16-bit ring", _dot_scores),
+    Constraint("block_p within the head", _block_of_rows),
+    Constraint("blocks within the state", _block_of_columns),
+    Constraint("heads_per_program divides the group", _heads),
+    Constraint("num_stages within the heads", _stages),
+    Constraint("state values per thread", _registers),
+)
+"""All constraints; a point counts under the first that it breaks."""
+
+
+def broken_constraint(spec: Spec, variant: Variant) -> str:
+    """Name of the first constraint that ``variant`` breaks, "" for a legal point of ``spec``."""
+    return next((c.name for c in CONSTRAINTS if not c.holds(spec, variant)), "")
+
+
+Values = tuple[int, ...] | Callable[[Spec], tuple[int, ...]]
+"""Values of a tile axis: the same for every spec, or computed from it."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of the space: every combination of its values is a point.
+
+    Args:
+        roles: Where it belongs.
+        warps_stages: Pairs of ``num_warps`` and ``num_stages``: deeper pipelines want more warps.
+    """
+
+    doc: str
+    roles: tuple[str, ...]
+    structure: Mapping[str, str]
+    block_p: Values
+    block_n: Values
+    fold_block_n: Values = (0,)
+    heads_per_program: Values = (1,)
+    warps_stages: tuple[tuple[int, int], ...] = ((1, 1),)
+    max_registers: tuple[int, ...] = (0,)
+    evict_first: tuple[bool, ...] = (False,)
+
+    def variants(self, spec: Spec, role: str) -> list[Variant]:
+        """Its points for one role, legal or not."""
+        structure = Structure(role, **self.structure)
+
+        def of(values: Values) -> tuple[int, ...]:
+            return values(spec) if callable(values) else values
+
+        boxes = (
+            itertools.product(
+                of(self.block_p), of(self.block_n), of(self.fold_block_n), of(self.heads_per_program)
+            ),
+            self.warps_stages,
+            itertools.product(self.max_registers, self.evict_first),
+        )
+        return [
+            Variant(structure, Tile(*block, *launch, *compiler))
+            for block, launch, compiler in itertools.product(*boxes)
+        ]
+
+
+def _small_rows(spec: Spec) -> tuple[int, ...]:
+    """Blocks that divide the head."""
+    return tuple(p for p in (2, 4, 8, 16, 32) if spec.head_dim % p == 0) or (_whole_head(spec),)
+
+
+def _early_rows(spec: Spec) -> tuple[int, ...]:
+    """Blocks that divide the head, up to 64."""
+    return (*_small_rows(spec), 64) if spec.head_dim % 64 == 0 else _small_rows(spec)
+
+
+def _large_rows(spec: Spec) -> tuple[int, ...]:
+    """Blocks of 32 and 64 where they divide the head, else what divides it best and masked ones."""
+    dividing = tuple(p for p in (32, 64) if spec.head_dim % p == 0)
+    if dividing:
+        return dividing
+    return tuple(sorted({min(p, _whole_head(spec)) for p in (16, 32)} | {_whole_head(spec)}))
+
+
+def _few_rows(spec: Spec) -> tuple[int, ...]:
+    return _large_rows(spec)[-1:] if spec.head_dim % 32 == 0 else _large_rows(spec)[:1]
+
+
+def _whole_head(spec: Spec) -> int:
+    return next_power_of_two(spec.head_dim)
+
+
+def _whole(spec: Spec) -> tuple[int, ...]:
+    return (state_block(spec),)
+
+
+def _columns(*sizes: int) -> Callable[[Spec], tuple[int, ...]]:
+    """Blocks of these sizes, cut to the state."""
+
+    def values(spec: Spec) -> tuple[int, ...]:
+        return tuple(sorted({min(size, state_block(spec)) for size in sizes}))
+
+    return values
+
+
+def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
+    """For each count the largest divisor of the group within it (and within the axis)."""
+
+    def values(spec: Spec) -> tuple[int, ...]:
+        return tuple(
+            sorted({max(h for h in range(1, n + 1) if spec.heads_per_group % h == 0) for n in counts})
+        )
+
+    return values
+
+
+_DOT: Final = MappingProxyType({"readout": "dot"})
+_EARLY: Final = MappingProxyType({"load": "early"})
+_LATE: Final[Mapping[str, str]] = MappingProxyType({})
+_PRECOMPUTED: Final = MappingProxyType({"coefficients": "precomputed"})
+_PRECOMPUTED_DOT: Final = MappingProxyType({"coefficients": "precomputed", "readout": "dot"})
+_REBUILD: Final = MappingProxyType({"route": "rebuild"})
+_SCORES: Final = MappingProxyType({"scores": "dot"})
+
+REGIONS: Final = (
+    Region(
+        "Few programs: the latency of one is what counts. Whole tiles, all loads at once.",
+        ("both",), _EARLY, _early_rows, _columns(32, 64), _whole,
+        warps_stages=((1, 1), (2, 1), (4, 1), (8, 1)), evict_first=(False, True),
+    ),
+    Region(
+        "Many programs of one warp each; registers decide how many.",
+        ("both",), _LATE, _large_rows, _columns(32, 64), _columns(32, 64), _heads_up_to(1, 2, 4),
+        max_registers=(0, 168),
+    ),
+    Region(
+        "As above, the next head's state on its way.",
+        ("both",), _LATE, _large_rows, _columns(32, 64), _columns(64), _heads_up_to(4),
+        warps_stages=((1, 2), (2, 2)),
+    ),
+    Region(
+        "State through shared memory into the dot, several heads in flight.",
+        ("both",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
+        warps_stages=((1, 2), (2, 2), (4, 2), (4, 3)),
+    ),
+    Region(
+        "Ring scores by dot.",
+        ("both",), _SCORES, _large_rows, _columns(64), _columns(64), _heads_up_to(1, 4),
+    ),
+    Region(
+        "Coefficients by a kernel of their own.",
+        ("both",), _PRECOMPUTED, _large_rows, _columns(64), _columns(64), _heads_up_to(1, 4),
+        warps_stages=((1, 1), (1, 2)),
+    ),
+    Region(
+        "Coefficients by a kernel of their own.",
+        ("both",), _PRECOMPUTED_DOT, _few_rows, _whole, _columns(64), _heads_up_to(4, 8),
+        warps_stages=((1, 2), (2, 2)),
+    ),
+    Region(
+        "One way for all rows: the new state is formed, and stored by rows that flush.",
+        ("both", "nonflush"), _REBUILD, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
+    ),
+    Region(
+        "Whole tiles, all loads at once.",
+        ("nonflush",), _EARLY, _large_rows, _columns(32, 64), warps_stages=((1, 1), (2, 1), (4, 1)),
+    ),
+    Region(
+        "Many programs of one warp each.",
+        ("nonflush",), _LATE, _large_rows, _columns(32, 64), heads_per_program=_heads_up_to(1, 4, 16),
+        warps_stages=((1, 1), (1, 2)),
+    ),
+    Region(
+        "As above, more programs by fewer registers.",
+        ("nonflush",), _LATE, _large_rows, _columns(32, 64), heads_per_program=_heads_up_to(1, 4, 16),
+        max_registers=(168,),
+    ),
+    Region(
+        "State through shared memory into the dot, several heads in flight.",
+        ("nonflush",), _DOT, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4, 8, 16),
+        warps_stages=((1, 2), (2, 2), (4, 2), (4, 3)),
+    ),
+    Region(
+        "Ring scores by dot.",
+        ("nonflush",), _SCORES, _large_rows, _columns(64), heads_per_program=_heads_up_to(1, 16),
+    ),
+    Region(
+        "Coefficients by a kernel of their own.",
+        ("nonflush",), _PRECOMPUTED, _large_rows, _columns(64), heads_per_program=_heads_up_to(4, 16),
+        warps_stages=((1, 1), (1, 2)),
+    ),
+    Region(
+        "Coefficients by a kernel of their own.",
+        ("nonflush",), _PRECOMPUTED_DOT, _few_rows, _whole, heads_per_program=_heads_up_to(4, 16),
+        warps_stages=((1, 2), (2, 2)),
+    ),
+    Region(
+        "Fold in the dot, the state its accumulator, deeply pipelined.",
+        ("flush",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(4, 8, 16),
+        warps_stages=((2, 2), (4, 3), (4, 4)),
+    ),
+    Region(
+        "Fold in the dot, one head a program.",
+        ("flush",), _DOT, _large_rows, _whole, _columns(32, 64),
+    ),
+    Region(
+        "Fold beside the dot.",
+        ("flush",), _LATE, _large_rows, _whole, _columns(64), _heads_up_to(1, 8, 16),
+        warps_stages=((1, 1), (2, 2), (4, 3)),
+    ),
+    Region(
+        "Whole tiles, all loads at once.",
+        ("flush",), _EARLY, lambda spec: tuple(p for p in _small_rows(spec) if p >= 8), _columns(32, 64),
+        _whole, warps_stages=((1, 1), (2, 1), (4, 1)),
+    ),
+    Region(
+        "The native step: reads and writes only.",
+        ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
+    ),
+)  # fmt: skip
+"""Where each role is searched. Widen a region, or add one, for a GPU that differs."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The points of one role for one spec.
+
+    Args:
+        spec: What all of them compute.
+        role: Their role.
+        variants: Legal points without repeats, the default first where the role has one.
+        rejected: Points of the regions that cannot exist, by the name of the constraint they break.
+        default: What the field ships today; None for roles that it does not launch by themselves.
+    """
+
+    spec: Spec
+    role: str
+    variants: tuple[Variant, ...]
+    rejected: Mapping[str, int]
+    default: Variant | None
+
+    @property
+    def total(self) -> int:
+        """Points of the regions, legal or not."""
+        return len(self.variants) + sum(self.rejected.values())
+
+
+@functools.lru_cache(maxsize=256)
+def points(spec: Spec, role: str) -> Space:
+    """The space of ``role`` for ``spec``, in an order that never changes.
+
+    Args:
+        spec: A ``native_step`` spec for role ``native``, else a ``step`` spec.
+        role: One of :data:`~..runtime.plan.ROLES`.
+
+    Raises:
+        ValueError: ``role`` is not one that kernels of ``spec`` have.
+    """
+    if role not in roles(spec):
+        raise ValueError(f"kernels of {spec.op} have the roles {', '.join(roles(spec))}, not '{role}'")
+    default = default_plan(spec).variants[0]
+    held = {} if default.structure.role != role else {default: None}
+    rejected = {constraint.name: 0 for constraint in CONSTRAINTS}
+    wanted = dict.fromkeys(
+        variant for region in REGIONS if role in region.roles for variant in region.variants(spec, role)
+    )
+    for variant in wanted:
+        broken = "" if variant in held else broken_constraint(spec, variant)
+        if broken:
+            rejected[broken] += 1
+        else:
+            held[variant] = None
+    return Space(
+        spec,
+        role,
+        tuple(held),
+        MappingProxyType({name: count for name, count in rejected.items() if count}),
+        default if default.structure.role == role else None,
+    )
+
+
+def roles(spec: Spec) -> tuple[str, ...]:
+    """Roles that kernels of ``spec`` may have."""
+    return ("native",) if spec.op == "native_step" else tuple(role for role in ROLES if role != "native")
+
+
+@functools.lru_cache(maxsize=256)
+def structures(spec: Spec) -> tuple[Structure, ...]:
+    """Structures of the points of all roles of ``spec``: the modules that a search may render."""
+    return tuple(
+        dict.fromkeys(variant.structure for role in roles(spec) for variant in points(spec, role).variants)
+    )
+
+
+def legal_structures(spec: Spec) -> tuple[Structure, ...]:
+    """Every structure for which ``spec`` has a legal tile, searched or not."""
+    whole, rows = state_block(spec), max(16, next_power_of_two(spec.head_dim))
+    found = []
+    for role in roles(spec):
+        choices = {name: values for name, values in STRUCTURE_VALUES.items() if name != "role"}
+        for chosen in itertools.product(*choices.values()):
+            structure = Structure(role, **dict(zip(choices, chosen, strict=True)))
+            fold = whole if folds(structure) else 0
+            tile = Tile(min(16, rows), whole, fold, num_warps=4)
+            if not broken_constraint(spec, Variant(structure, tile)):
+                found.append(structure)
+    return tuple(found)
+
+
+def axis_values(name: str) -> tuple[object, ...]:
+    """Values of the axis called ``name``."""
+    return next(axis.values for axis in AXES if axis.name == name)
+
+
+assert [axis.name for axis in AXES] == [
+    field.name for record in (Structure, Tile) for field in dataclasses.fields(record) if field.name != "role"
+]
