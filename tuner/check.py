@@ -99,7 +99,9 @@ class _Folder:
 def _open(path: Path, work: _Check) -> _Folder:
     if not path.is_dir():
         raise UsageError(
-            "no such folder", where=str(path), hint="name a folder with kernels and tables, as --output of tune"
+            "no such folder",
+            where=str(path),
+            hint="name a folder with kernels and tables, as --output of tune",
         )
     files = sorted((path / "tables").glob("*.json"))
     entries = []
