@@ -9,8 +9,8 @@ worth a launch, and why the others are not.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ..runtime.errors import CompileError, ReplayError
 from ..runtime.plan import Variant
@@ -42,6 +42,9 @@ MAX_SPILLS_BYTES: Final = 128
 
 INSTRUCTION_BYTES: Final = 16
 """Size of one machine instruction, compute capability 7.0 and newer."""
+
+START_TIMEOUT_S: Final = 180.0
+"""How long a compiler process may take to start: on a cold disk the imports alone take long."""
 
 _REGISTER_UNIT: Final = 8
 """Registers of a thread are handed out in units of this."""
@@ -367,15 +370,11 @@ class CompilePool:
                     busy[-1].submit(job)
                 if not busy:
                     return
-                left_s = min(worker.started_s for worker in busy) + self._timeout_s - time.monotonic()
+                left_s = min(worker.deadline_s for worker in busy) - time.monotonic()
                 ready = set(wait([worker.pipe for worker in busy], max(0.0, left_s)))
                 for worker in tuple(busy):
-                    if worker.pipe in ready:
-                        result = worker.result()
-                    elif time.monotonic() - worker.started_s >= self._timeout_s:
-                        worker.kill()
-                        result = worker.failed("timeout", f"compiling took more than {self._timeout_s:g} s")
-                    else:
+                    result = worker.poll(worker.pipe in ready)
+                    if result is None:
                         continue
                     busy.remove(worker)
                     if worker.alive:
@@ -392,13 +391,13 @@ class CompilePool:
             if worker.alive:
                 return worker
             worker.kill()
-        return _Worker(self.gpu, self.modules, self.triton_cache)
+        return _Worker(self.gpu, self.modules, self.triton_cache, self._timeout_s)
 
 
 class _Worker:
-    """One process and the pipe to it."""
+    """One process and the pipe to it. A job's time does not include the process's start."""
 
-    def __init__(self, gpu: Gpu, modules: Path, triton_cache: Path) -> None:
+    def __init__(self, gpu: Gpu, modules: Path, triton_cache: Path, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(
@@ -406,38 +405,55 @@ class _Worker:
         )
         self._process.start()
         theirs.close()
+        self._timeout_s = timeout_s
         self._job: Job | None = None
-        self.started_s = 0.0
+        self._serves = False
+        self._started_s = 0.0
 
     @property
     def alive(self) -> bool:
+        """Whether it can take a job."""
         return not self.pipe.closed and self._process.is_alive()
 
-    def submit(self, job: Job) -> None:
-        self._job, self.started_s = job, time.monotonic()
-        try:
-            self.pipe.send(job)
-        except OSError:
-            return  # it died while idle: its pipe is at an end, which run() sees
+    @property
+    def deadline_s(self) -> float:
+        """When to give up on what it does now (monotonic clock)."""
+        return self._started_s + (self._timeout_s if self._serves else START_TIMEOUT_S)
 
-    def result(self) -> Compiled:
-        """What the worker sent; a closed pipe is a crash."""
+    def submit(self, job: Job) -> None:
+        """Hand it a job; it need not have started yet."""
+        self._job, self._started_s = job, time.monotonic()
+        # If it died while idle, its pipe is at an end, which poll() reports.
+        with contextlib.suppress(OSError):
+            self.pipe.send(job)
+
+    def poll(self, readable: bool) -> Compiled | None:
+        """The result of its job, a failure's included; None while it works."""
+        if not readable:
+            if time.monotonic() < self.deadline_s:
+                return None
+            self.kill()
+            what = "compiling" if self._serves else "starting a compiler process"
+            return self._failed("timeout", f"{what} took more than {self.deadline_s - self._started_s:g} s")
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
             code = self._process.exitcode
             self.kill()
-            return self.failed("crash", f"the compiler's process died (exit code {code})")
+            return self._failed("crash", f"the compiler's process died (exit code {code})")
+        if answer is None:
+            self._serves, self._started_s = True, time.monotonic()
+            return None
         if isinstance(answer, CompilerMissingError):
             self.kill()
             raise answer
         assert isinstance(answer, Compiled)
         return answer
 
-    def failed(self, status: str, reason: str) -> Compiled:
+    def _failed(self, status: str, reason: str) -> Compiled:
         assert self._job is not None
-        return Compiled(*self._job, (), status, reason, time.monotonic() - self.started_s)
+        return Compiled(*self._job, (), status, reason, time.monotonic() - self._started_s)
 
     def kill(self) -> None:
         """End the process and whatever it started, and reap it."""
@@ -456,24 +472,24 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> Non
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
     # One job is one core's work; what torch and the assembler could add is the pool's to decide.
     os.environ["OMP_NUM_THREADS"] = "1"
-    failure: CompilerMissingError | None = None
     try:
         check_toolchain()
+        importlib.import_module("..runtime.compiled", __package__)
+        pipe.send(None)
     except CompilerMissingError as error:
-        failure = CompilerMissingError(error.what, where=error.where, hint=error.hint)
+        pipe.send(CompilerMissingError(error.what, where=error.where, hint=error.hint))
+        return
     while True:
         try:
             spec, variant = pipe.recv()
         except (EOFError, OSError):
             return
-        answer: Any = failure
-        if failure is None:
-            start = time.monotonic()
-            try:
-                answer = compile_variant(spec, variant, gpu, modules)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                answer = Compiled(spec, variant, (), "crash", reason, time.monotonic() - start)
+        start = time.monotonic()
+        try:
+            answer = compile_variant(spec, variant, gpu, modules)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            answer = Compiled(spec, variant, (), "crash", reason, time.monotonic() - start)
         try:
             pipe.send(answer)
         except OSError:
@@ -486,8 +502,3 @@ def group_by_role(results: Sequence[Compiled]) -> dict[tuple[Spec, str], list[Co
     for result in results:
         groups.setdefault((result.spec, result.variant.structure.role), []).append(result)
     return groups
-
-
-def without_times(result: Compiled) -> Compiled:
-    """``result`` as every run gives it."""
-    return dataclasses.replace(result, seconds=0.0)

@@ -54,6 +54,8 @@ class Signature:
     """From the first to past the last byte of x (and of a gate z)."""
     z_bytes: int
     out_bytes: int
+    launcher: Any = None
+    """Set by :mod:`.launch` at the first launch: what need not be worked out again."""
 
     @property
     def effective_batch(self) -> int:

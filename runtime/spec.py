@@ -155,7 +155,9 @@ class Spec:
     @property
     def native(self) -> Spec:
         """The ``native_step`` spec of the same layer."""
-        return dataclasses.replace(self, op="native_step", window=0, num_tokens=1)
+        return dataclasses.replace(
+            self, op="native_step", window=0, num_tokens=1, ring_dtype=self.activation_dtype
+        )
 
     def state_bytes(self, effective_batch: int) -> int:
         """Bytes of state that ``effective_batch`` (sequences x heads) heads hold."""

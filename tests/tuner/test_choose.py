@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from fake_bench import GPU, SPEC, FakeBench, default, default_plan, variants
+from tests.tuner.fake_bench import GPU, SPEC, FakeBench, default, default_plan, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from fake_bench import GPU, SPEC, FakeBench, default, variants
+from tests.tuner.fake_bench import GPU, SPEC, FakeBench, default, variants
 
 from replayssm_tune.runtime.plan import Variant
 from replayssm_tune.tuner.meter import Budget, Meter

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from fake_bench import GPU, SPEC, default, variants
+from tests.tuner.fake_bench import GPU, SPEC, default, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,7 +181,7 @@ def test_subjects_round_trip() -> None:
 TUNE = """
 import sys
 sys.path[:0] = [sys.argv[2]]
-from fake_bench import *
+from tests.tuner.fake_bench import *
 from replayssm_tune.tuner.meter import Meter
 from replayssm_tune.tuner.search import Space, search
 from replayssm_tune.tuner.store import Store

@@ -1,0 +1,256 @@
+"""CUDA implementations of the ops: look the plan up, compile it once, launch.
+
+The first call with a signature looks up its plan and compiles it (or loads it from Triton's cache);
+later ones only assemble arguments. A signature says everything but where the tensors lie: a launch
+whose pointers are not multiples of 16 bytes takes a second compilation of the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .abi import TensorArgument, tensor_arguments
+from .build import ALIGNMENT_BYTES
+from .checks import Signature
+from .compiled import CompiledPlan, load_module
+from .dtypes import DTYPE_NAMES, TORCH_DTYPES
+from .lookup import announce, default_lookup
+from .modules import cursors_path, module_path
+from .plan import Plan, Structure
+from .spec import Spec
+from .table import GpuInfo
+
+STRICT_VARIABLE: Final = "REPLAYSSM_STRICT"
+"""Environment variable: ``1`` raises where no table has a row, instead of serving the default plan."""
+
+_CURSOR_BLOCK: Final = 128
+_raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+
+@functools.cache
+def gpu_info(device_index: int) -> GpuInfo:
+    """The GPU as the look-up knows it."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return GpuInfo(
+        name=properties.name,
+        vendor="nvidia",
+        capability=(properties.major, properties.minor),
+        sm_count=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+@functools.cache
+def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
+    """The plan that serves, announced once.
+
+    Raises:
+        DispatchError: Strict mode, and no table has a row.
+    """
+    strict = os.environ.get(STRICT_VARIABLE, "") == "1"
+    found = default_lookup().find(spec, effective_batch, gpu_info(device_index), strict)
+    announce(found.reason)
+    return found.plan
+
+
+@functools.cache
+def _compiled(
+    spec: Spec, plan: Plan, dtypes: tuple[str, ...], aligned: bool, device_index: int
+) -> CompiledPlan:
+    device = torch.device("cuda", device_index)
+    with torch.cuda.device(device):
+        return CompiledPlan(spec, plan, module_path, dtypes, aligned=aligned, device=device)
+
+
+class _Launcher:
+    """What a signature's launches share."""
+
+    def __init__(self, signature: Signature, device_index: int, native: bool) -> None:
+        spec = signature.spec
+        arguments = tensor_arguments(spec, Structure("native" if native else "both"))
+        self.rows, self.heads = signature.rows, signature.heads
+        self.device_index = device_index
+        self.strides = tuple(
+            stride for a in arguments for stride in signature.strides[a.name][: len(a.stride_dims)]
+        )
+        self.scalars = () if native else (signature.capacity,)
+        self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
+        self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
+        self.vectorized = tuple(i for i, a in enumerate(arguments) if a.vectorized)
+        self.strides_aligned = all(_is_aligned(a, signature) for a in arguments)
+        self._plans: list[CompiledPlan | None] = [None, None]
+
+    def plan(self, aligned: bool) -> CompiledPlan:
+        """The plan for pointers that are, or are not, multiples of 16 bytes."""
+        compiled = self._plans[aligned]
+        if compiled is None:
+            compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self.device_index)
+            self._plans[aligned] = compiled
+        return compiled
+
+    def launch(self, tensors: tuple[Tensor, ...], null_slot: int) -> None:
+        """Launch on the current stream; ``tensors`` in argument order."""
+        aligned = self.strides_aligned
+        if aligned:
+            pointers = 0
+            for index in self.vectorized:
+                pointers |= tensors[index].data_ptr()
+            aligned = not pointers % ALIGNMENT_BYTES
+        compiled = self._plans[aligned] or self.plan(aligned)
+        stream = _raw_stream(self.device_index)
+        compiled.launch(tensors, self.strides, self.rows, self.heads, (*self.scalars, null_slot), stream)
+
+
+def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:
+    size = TORCH_DTYPES[signature.dtypes[argument.name]].itemsize
+    strides = signature.strides[argument.name][: len(argument.stride_dims)]
+    return not argument.vectorized or not any(stride * size % ALIGNMENT_BYTES for stride in strides)
+
+
+def launch_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    ring_x: Tensor,
+    ring_b: Tensor,
+    ring_decay: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    out: Tensor,
+    window: int,
+    dt_softplus: bool,
+    null_slot: int,
+    signature: Signature,
+) -> None:
+    """CUDA implementation of :func:`.ops.mamba2_step`; all arguments have been checked.
+
+    Raises:
+        DispatchError: Strict mode, and no table has a row.
+        CompileError: The plan's kernels do not compile.
+    """
+    launcher: _Launcher = signature.launcher or _prepare(signature, x, native=False)
+    optional = tuple(t for t in (D, z, dt_bias) if t is not None)
+    tensors = (state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index, x, dt, A, B, C)
+    launcher.launch((*tensors, *optional, out), null_slot)
+
+
+def launch_native_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    slot_index: Tensor,
+    out: Tensor,
+    dt_softplus: bool,
+    null_slot: int,
+    signature: Signature,
+) -> None:
+    """CUDA implementation of :func:`.ops.mamba2_native_step`; errors as in :func:`launch_step`."""
+    launcher: _Launcher = signature.launcher or _prepare(signature, x, native=True)
+    optional = tuple(t for t in (D, z, dt_bias) if t is not None)
+    launcher.launch((state, slot_index, x, dt, A, B, C, *optional, out), null_slot)
+
+
+def _prepare(signature: Signature, x: Tensor, *, native: bool) -> _Launcher:
+    launcher = _Launcher(signature, x.get_device(), native)
+    object.__setattr__(signature, "launcher", launcher)
+    return launcher
+
+
+def _cursor_kernel(name: str) -> Any:
+    return getattr(load_module(cursors_path()), name)
+
+
+def _launch_cursors(name: str, rows: int, *arguments: object) -> None:
+    grid = (-(-rows // _CURSOR_BLOCK),)
+    _cursor_kernel(name)[grid](*arguments, BLOCK=_CURSOR_BLOCK)
+
+
+def launch_commit(
+    accepted: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    window: int,
+    num_tokens: int,
+    capacity: int,
+    null_slot: int,
+) -> None:
+    """CUDA implementation of :func:`.ops.commit`."""
+    rows = slot_index.shape[0]
+    if rows:
+        scalars = (rows, window, num_tokens, capacity, null_slot)
+        _launch_cursors("commit", rows, accepted, ring_start, ring_len, slot_index, *scalars)
+
+
+def launch_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
+    """CUDA implementation of :func:`.ops.reset`."""
+    rows = slots.shape[0]
+    if rows:
+        _launch_cursors("reset", rows, slots, ring_start, ring_len, rows, null_slot)
+
+
+def launch_drained(
+    slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int
+) -> None:
+    """CUDA implementation of :func:`.ops.drained`."""
+    rows = slots.shape[0]
+    if rows:
+        _launch_cursors("drained", rows, slots, ring_start, ring_len, rows, capacity, null_slot)
+
+
+def warmup(
+    spec: Spec,
+    effective_batches: Sequence[int],
+    device: torch.device | str = "cuda",
+    index_dtype: torch.dtype = torch.int32,
+) -> int:
+    """Compile everything that steps of ``spec`` and their cursor ops will need, ahead of a capture.
+
+    Args:
+        spec: A ``step`` or ``native_step`` spec.
+        effective_batches: Sequences x heads of the captures.
+        device: CUDA device.
+        index_dtype: dtype of slot_index and of accepted counts.
+
+    Returns:
+        Number of plans compiled (or loaded from Triton's cache).
+
+    Raises:
+        DispatchError: Strict mode, and no table has a row.
+        CompileError: A kernel does not compile.
+    """
+    index = torch.device(device).index
+    device_index = torch.cuda.current_device() if index is None else index
+    native = spec.op.startswith("native")
+    arguments = tensor_arguments(spec, Structure("native" if native else "both"))
+    plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
+    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in arguments)
+    for plan in plans:
+        _compiled(spec, plan, dtypes, True, device_index)
+    with torch.cuda.device(device_index):
+        slots = torch.full((1,), -1, dtype=index_dtype, device="cuda")
+        cursor = torch.zeros(1, dtype=torch.int32, device="cuda")
+        launch_commit(slots, cursor, cursor, slots, 1, 1, 2, -1)
+        launch_reset(slots, cursor, cursor, -1)
+        launch_drained(slots, cursor, cursor, 2, -1)
+    return len(plans)
