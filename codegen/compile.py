@@ -59,7 +59,7 @@ class KernelBinary:
         registers: Per thread.
         spills_bytes: Stack per thread: local memory that registers were spilled to.
         shared_bytes: Per program.
-        size_bytes: Of the whole binary.
+        size_bytes: Of the machine code: debug information names files, whose paths differ.
         instructions: Of the machine code, padding included.
         digest: Of the machine code alone: debug information does not count. 16 hex digits.
     """
@@ -262,7 +262,7 @@ def _inspect(name: str, kernel: CompiledKernel) -> KernelBinary:
         registers=registers,
         spills_bytes=stack,
         shared_bytes=int(kernel.metadata.shared),
-        size_bytes=len(cubin),
+        size_bytes=len(code),
         instructions=len(code) // INSTRUCTION_BYTES,
         digest=hashlib.sha256(code).hexdigest()[:16],
     )

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..codegen import emit, targets
+from ..codegen import emit
+from ..codegen.compile import CompilePool, check_toolchain
 from ..codegen.space import broken_constraint
-from ..codegen.targets import Gpu
+from ..codegen.targets import Gpu, GpuError, TritonTarget, triton_target
 from ..runtime.defaults import default_plan
 from ..runtime.errors import TableError
 from ..runtime.modules import package_folder
@@ -28,6 +31,9 @@ from .report import Checked, Finding
 
 RESOURCES: Final = ("registers", "spills_bytes", "shared_bytes", "size_bytes")
 """What is compared of a binary: fields of :class:`..runtime.table.Binary`."""
+
+TIMEOUT_S: Final = 300.0
+"""Time in which a kernel must compile."""
 
 Kernel = tuple[Spec, Variant]
 Compiler = Callable[[Gpu, Sequence[Kernel], Callable[[int], None]], Mapping[Kernel, Binary | str]]
@@ -98,11 +104,7 @@ class _Folder:
 
 def _open(path: Path, work: _Check) -> _Folder:
     if not path.is_dir():
-        raise UsageError(
-            "no such folder",
-            where=str(path),
-            hint="name a folder with kernels and tables, as --output of tune",
-        )
+        raise UsageError("no such folder", where=str(path), hint="name a folder with kernels and tables")
     files = sorted((path / "tables").glob("*.json"))
     entries = []
     for file in files:
@@ -152,48 +154,68 @@ def _stale(folder: _Folder, work: _Check) -> None:
 
 def _binaries(entries: Iterable[_Entry], compiler: Compiler, work: _Check) -> None:
     """Every kernel of every row compiled, and its resources against the records."""
-    users = _users(entries)
-    for gpu, kernels in _by_gpu(users).items():
-        target = _gpu(gpu)
-        work.counts["kernels"] += len(kernels)
+    users: dict[TritonTarget, dict[Kernel, list[str]]] = {}
+    held: dict[TritonTarget, list[_Entry]] = {}
+    for entry in entries:
+        try:
+            target = triton_target(_gpu(entry.table.gpu))
+        except GpuError as error:
+            work.find("compile", entry.path.name, str(error))
+            continue
+        held.setdefault(target, []).append(entry)
+        _add_users(entry, users.setdefault(target, {}))
+    total = sum(map(len, users.values()))
+    work.counts["kernels"] += total
+    before = 0
+    for target, kernels in users.items():
 
-        def told(done: int, gpu: GpuInfo = gpu, total: int = len(kernels)) -> None:
-            work.report(Event("compile", done, total, f"for {gpu.name}"))
+        def told(done: int, before: int = before, target: TritonTarget = target) -> None:
+            work.report(Event("compile", before + done, total, f"for {target.backend}:{target.arch}"))
 
         told(0)
-        binaries = compiler(target, kernels, told)
-        for kernel in kernels:
+        binaries = compiler(_gpu(held[target][0].table.gpu), tuple(kernels), told)
+        for kernel, subjects in kernels.items():
             made = binaries[kernel]
-            rows = users[gpu, kernel]
             if isinstance(made, str):
-                subject = rows[0][0].subject(rows[0][1]) if rows else f"default plan of {kernel[0].key}"
-                work.find("compile", subject, f"{kernel[1].key} for {gpu.name}: {made}{_more(rows)}")
-        for entry in dict.fromkeys(entry for rows in users.values() for entry, _, _ in rows):
-            if entry.table.gpu == gpu:
-                _resources(entry, binaries, work)
+                more = f" ({len(subjects)} rows use it)" if len(subjects) > 1 else ""
+                subject = subjects[0] if subjects else f"default plan of {kernel[0].key}"
+                work.find("compile", subject, f"{kernel[1].key}: {made}{more}")
+        for entry in held[target]:
+            _resources(entry, binaries, work)
+        before += len(kernels)
 
 
-_Users = dict[tuple[GpuInfo, Kernel], list[tuple[_Entry, Row, int]]]
+def _add_users(entry: _Entry, users: dict[Kernel, list[str]]) -> None:
+    """Note the rows that use each kernel; default plans, which serve beside rows, are used by none."""
+    for row in entry.table.rows:
+        for variant in row.plan.variants:
+            users.setdefault((row.spec, variant), []).append(entry.subject(row))
+        for variant in default_plan(row.spec).variants:
+            users.setdefault((row.spec, variant), [])
 
 
-def _users(entries: Iterable[_Entry]) -> _Users:
-    """Rows (with the launch's place in the plan) that use each kernel; none for a default plan's."""
-    users: _Users = {}
-    for entry in entries:
-        gpu = entry.table.gpu
-        for row in entry.table.rows:
-            for place, variant in enumerate(row.plan.variants):
-                users.setdefault((gpu, (row.spec, variant)), []).append((entry, row, place))
-            for variant in default_plan(row.spec).variants:
-                users.setdefault((gpu, (row.spec, variant)), [])
-    return users
+def compile_all(
+    gpu: Gpu, kernels: Sequence[Kernel], told: Callable[[int], None]
+) -> dict[Kernel, Binary | str]:
+    """Compile kernels for ``gpu`` in a pool of processes, afresh.
 
+    Returns:
+        The binary of each kernel, or why it does not compile.
 
-def _by_gpu(users: _Users) -> dict[GpuInfo, list[Kernel]]:
-    kernels: dict[GpuInfo, list[Kernel]] = {}
-    for gpu, kernel in users:
-        kernels.setdefault(gpu, []).append(kernel)
-    return kernels
+    Raises:
+        CompilerMissingError: The toolchain does not work.
+    """
+    version = check_toolchain()
+    made: dict[Kernel, Binary | str] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="replayssm-check-") as folder,
+        CompilePool(gpu, os.cpu_count() or 1, TIMEOUT_S, Path(folder)) as pool,
+    ):
+        for result in pool.run(kernels):
+            ok = result.status == "ok"
+            made[result.spec, result.variant] = result.binary(version) if ok else result.reason
+            told(len(made))
+    return made
 
 
 def _resources(entry: _Entry, binaries: Mapping[Kernel, Binary | str], work: _Check) -> None:
@@ -240,7 +262,7 @@ def _report_others(
         changes = _changes(binary, binaries[kernel])
         total += 1
         different += bool(changes)
-        fields.update(changes)
+        fields.update(changes.keys())
         versions.add(binary.triton)
     if total:
         text = ", ".join(f"{name} in {fields[name]}" for name in RESOURCES if fields[name])
@@ -306,7 +328,3 @@ def _gpu(info: GpuInfo) -> Gpu:
 def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:6]))
     return shown if len(numbers) <= 6 else f"{shown} and {len(numbers) - 6} more"
-
-
-def _more(rows: Sequence[object]) -> str:
-    return f" ({len(rows)} rows use it)" if len(rows) > 1 else ""

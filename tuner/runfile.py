@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..codegen.files import write_atomically
+from ..codegen.files import write
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
 from .records import Environment
@@ -90,7 +90,7 @@ def write_run(folder: Path, data: dict[str, Any]) -> Path:
     """
     name = f"{data['date']}-{data['gpu'].lower().replace(' ', '-')}-{data['what']}.json"
     path = folder / name
-    write_atomically(path, json.dumps(_rounded(data), indent=1) + "\n")
+    write(path, json.dumps(_rounded(data), indent=1) + "\n")
     return path
 
 

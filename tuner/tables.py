@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..codegen import emit
 from ..codegen.targets import Gpu
 from ..runtime.errors import TableError
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
@@ -62,13 +63,20 @@ def for_gpu(tables: Iterable[Table], gpu: Gpu) -> tuple[Table, ...]:
     return found
 
 
-def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu) -> Data:
+def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole: bool = True) -> Data:
     """For every cell of ``work``: what dispatch serves on ``gpu``, and every place it looked in.
 
-    ``paths`` are looked at as a user's tables are; none means the installed ones.
+    Args:
+        paths: Looked at as a user's tables are; none means the user's and the installed ones.
+        work: The cells.
+        gpu: The device that asks.
+        whole: The places are to be drawn, not only what serves.
+
+    Raises:
+        TableError: A table cannot be read.
     """
     shipped, own = ((), read(paths)) if paths else (shipped_tables(strict=True), user_tables(strict=True))
-    lookup = Lookup(shipped, own)
+    lookup = Lookup(shipped, own, is_stale=emit.stale)
     info = gpu.info
     cells = []
     for item in work:
@@ -94,15 +102,27 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu) -> Dat
                     ],
                 }
             )
-    return {"gpu": gpu.name, "cells": cells}
+    return {"gpu": gpu.name, "tables": _places(own, shipped), "whole": whole, "cells": cells}
+
+
+def _places(own: Sequence[Table], shipped: Sequence[Table]) -> list[Data]:
+    return [
+        {"of": of, "gpu": table.gpu.name, "source": table.source, "rows": len(table.rows)}
+        for of, tables in (("user", own), ("package", shipped))
+        for table in tables
+    ]
 
 
 def draw_explained(data: Data, console: Console) -> None:
-    """Draw :func:`explained_info`: a line per cell; with one cell, every place looked in."""
+    """Draw :func:`explained_info`: what each cell is served; ``*`` marks the place that serves it."""
+    for table in data["tables"]:
+        console.print(f"{table['of']}'s table for {table['gpu']}: {table['rows']} rows, {table['source']}")
+    if not data["tables"]:
+        console.print("no tables are installed")
     for cell in data["cells"]:
         console.print(f"{cell['spec']} at effective batch {cell['effective_batch']} on {data['gpu']}")
         console.print(f"  serves {cell['plan_short']}: {cell['reason']}")
-        if len(data["cells"]) == 1:
+        if data["whole"] or len(data["cells"]) == 1:
             for candidate in cell["candidates"]:
                 mark = "*" if candidate["served"] else " "
                 place = f" {candidate['table']}" if candidate["table"] else ""

@@ -1,11 +1,13 @@
 """What the verbs hand to the tuner and what they make of its answers; the tuner is a stand-in."""
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
 from replayssm_tune.codegen import targets
+from replayssm_tune.runtime.lookup import STEPS
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import save
 from replayssm_tune.tuner import device
@@ -40,8 +42,8 @@ class Tuner:
         self._called("tune", job, report)
         return self.tuned
 
-    def generate(self, job, report):
-        self._called("generate", job, report)
+    def generate(self, folder, report):
+        self._called("generate", folder, report)
         return Emitted("t.json", 2, ("a.py",))
 
     def check(self, folders, report):
@@ -138,7 +140,7 @@ def test_the_whole_request(call, tuner, tmp_path):
 
 @pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])
 def test_json_is_one_document_and_the_only_thing_on_stdout(call, verb):
-    arguments = (verb,) if verb == "check" else (verb, "--gpu", "H100")
+    arguments = (verb,) if verb in ("check", "generate") else (verb, "--gpu", "H100")
     code, out, err = call(*arguments, "--json")
     assert code == 0
     assert json.loads(out)
@@ -194,6 +196,29 @@ def test_check_hands_over_folders_and_ends_as_its_worst_finding(call, tuner):
     assert "FAILED compile: row 1" in out
 
 
+def test_a_check_is_also_written_for_machines_and_pages(call, tuner, tmp_path):
+    tuner.checked = Checked({"rows": 2}, (Finding("compile", "row 1", "no such instruction"),))
+    junit, page = tmp_path / "out" / "check.xml", tmp_path / "out" / "check.md"
+    code, out, _ = call("check", "--junit", str(junit), "--markdown", str(page), "--json")
+    assert code == 10
+    assert json.loads(out)["exit"] == "TOOLCHAIN"
+    assert ElementTree.parse(junit).getroot().get("failures") == "1"
+    assert "no such instruction" in page.read_text()
+    (tmp_path / "file").touch()
+    code, out, err = call("check", "--junit", str(tmp_path / "file" / "check.xml"))
+    assert code == 8
+    assert "FAILED compile" in out
+    assert "cannot write" in err
+
+
+def test_generate_takes_a_folder_and_needs_no_gpu(call, tuner, tmp_path):
+    assert call("generate")[0] == 0
+    code, out, _ = call("generate", "--output", str(tmp_path))
+    assert code == 0
+    assert "wrote a.py" in out
+    assert tuner.calls == [("generate", None), ("generate", tmp_path)]
+
+
 def test_bench_needs_the_gpu(call, tuner, present, tmp_path):
     assert call("bench", "--gpu", "H200")[0] == 4
     assert tuner.calls == []
@@ -219,3 +244,25 @@ def test_tables_are_shown_and_explained(call, tuner, tmp_path):
     assert code == 0
     assert "measured on H200" in out
     assert tuner.calls == []
+
+
+def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call, tmp_path, monkeypatch):
+    layer = ("--gpu", "H100", "--model", "nemotron-3-super-120b-a12b", "--tp", "1", "--state-dtype", "fp32")
+    shipped = samples.table(samples.measured_row(4096), gpu=targets.find("H200").info)
+    monkeypatch.setattr("replayssm_tune.tuner.tables.shipped_tables", lambda strict: (shipped,))
+    save(samples.table(samples.measured_row(128), gpu=targets.find("H100").info), tmp_path / "mine.json")
+    monkeypatch.setenv("REPLAYSSM_TABLE_DIR", str(tmp_path))
+    code, out, _ = call("table", "explain", *layer, "--batch", "1,32")
+    assert code == 0
+    lines = out.splitlines()
+    assert "user's table for H100 SXM: 1 rows, measured" in lines
+    assert "package's table for H200: 1 rows, measured" in lines
+    steps = [line.split()[0].rstrip(":") for line in lines if line.startswith("    ")]
+    serving = [line for line in lines if line.startswith("  * ")]
+    assert [line.split()[1] for line in serving] == ["user", "sister"]
+    assert set(steps) | {"user", "sister"} == set(STEPS)
+    assert "stale: its kernel has changed since" in out
+    assert "passed over: effective batch 4096 is beyond the reach of its end row" in out
+    assert "not needed: an earlier step serves" in out
+    # Without a batch there are too many cells to show it for each.
+    assert "  * " not in call("table", "explain", *layer)[1]

@@ -41,9 +41,13 @@ def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
 @options.workload_options
 @options.result_options
 def explain(tables: tuple[Path, ...], gpu: str | None, as_json: bool, **values: Any) -> None:
-    """Explain what dispatch serves on a GPU and why; one cell shows every place that was looked in."""
+    """Explain what dispatch serves on a GPU, and why; no TABLE means the user's and the installed ones.
+
+    With --batch, every place that was looked in is shown: what it had, and why it was passed over.
+    """
     from .. import tables as reader
 
     target = request.resolve_target(gpu, static=True)
     work, _ = options.resolve_workload(target.gpu, **values)
-    output.emit(reader.explained_info(tables, work, target.gpu), reader.draw_explained, as_json)
+    data = reader.explained_info(tables, work, target.gpu, whole=bool(values["batch"]))
+    output.emit(data, reader.draw_explained, as_json)
