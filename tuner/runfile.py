@@ -42,7 +42,7 @@ def run_data(
             "repeats_final": FINAL_REPEATS,
             "repeats_screening": SETTINGS.repeats,
             "race": asdict(RULES),
-            "mix": "flush phases spread evenly over rows, shifted by one per layer; one accepted token a step",
+            "mix": "flush phases spread evenly over rows, shifted by one per layer; one token a step",
             "nonflush": "window // 2 live ring tokens",
         },
         "cells": [_cell_data(cell) for cell in cells],
