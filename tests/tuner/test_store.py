@@ -14,12 +14,13 @@ from pathlib import Path
 
 import optuna
 import pytest
-from tests.tuner.fake_bench import GPU, SPEC, default, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayssm_tune.tuner.errors import StoreError
 from replayssm_tune.tuner.records import Cell, Measurement, axes, parse_subject, subject_key
-from replayssm_tune.tuner.store import Store, StoreError
+from replayssm_tune.tuner.store import Store
+from tests.tuner.fake_bench import GPU, SPEC, default, variants
 
 CELL = Cell(SPEC, 128)
 POINT = Measurement(CELL, "nonflush", default("nonflush").key, (2.0, 1.0, 3.0))
