@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from .abi import scratch_size, tensor_arguments
 from .build import ALIGNMENT_BYTES, compile_kernel, constants
-from .plan import Plan, Structure, Variant
+from .plan import Structure, Variant
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def load_module(path: Path) -> ModuleType:
     """Import a generated module from its file (Triton reads the source again from there)."""
     name = f"{__package__}._generated.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -67,53 +68,37 @@ def is_aligned(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> b
 
 
 class CompiledPlan:
-    """The launches of one plan.
+    """The launches of one plan, or of some of its kernels, on the current device.
 
     Args:
         spec: What the kernels compute.
-        plan: Which kernels, with their tiles.
+        variants: Which kernels, with their tiles, in launch order.
         module_source: Finds the modules' files.
         dtypes: Element dtype names of the tensors, in argument order without the scratch.
         aligned: See :func:`is_aligned`.
-        device: CUDA device; ignored in Triton's interpreter.
     """
 
     def __init__(
         self,
         spec: Spec,
-        plan: Plan,
+        variants: Sequence[Variant],
         module_source: ModuleSource,
         dtypes: tuple[str, ...],
         *,
         aligned: bool,
-        device: torch.device,
     ) -> None:
         self.spec = spec
-        self.plan = plan
-        self._device_index = device.index or 0
-        self._device = device
         self._launches: list[tuple[Callable[..., None], Variant, bool, tuple[object, ...]]] = []
-        for variant in plan.variants:
-            module = load_module(module_source(spec, variant.structure))
+        for variant in variants:
+            path = module_source(spec, variant.structure)
             precomputed = variant.structure.coefficients == "precomputed"
             kernel_dtypes = (*dtypes, "fp32") if precomputed else dtypes
             if precomputed:
-                launcher = self._launcher(module.coefficients, variant, kernel_dtypes, aligned, tiled=False)
+                launcher = _launcher(path, "coefficients", spec, variant, kernel_dtypes, aligned)
                 self._launches.append((launcher, variant, False, ()))
-            launcher = self._launcher(module.step, variant, kernel_dtypes, aligned, tiled=True)
+            launcher = _launcher(path, "step", spec, variant, kernel_dtypes, aligned)
             self._launches.append((launcher, variant, True, constants(variant.tile)))
-        self._needs_scratch = any(v.structure.coefficients == "precomputed" for v in plan.variants)
-
-    def _launcher(
-        self, kernel: Any, variant: Variant, dtypes: tuple[str, ...], aligned: bool, *, tiled: bool
-    ) -> Callable[..., None]:
-        if not hasattr(kernel, "cache_key"):  # Triton's interpreter
-            return functools.partial(_interpret, kernel)
-        global compilations
-        compilations += 1
-        target: GPUTarget = triton.runtime.driver.active.get_current_target()
-        compiled = compile_kernel(kernel, self.spec, variant, target, dtypes, aligned=aligned, tiled=tiled)
-        return _bind(compiled)
+        self._needs_scratch = any(v.structure.coefficients == "precomputed" for v in variants)
 
     def launch(
         self,
@@ -145,12 +130,37 @@ class CompiledPlan:
                 blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
             else:
                 blocks = heads // spec.heads_per_group
+            arguments: tuple[object, ...] = (*tensors, *strides)
             if variant.structure.coefficients == "precomputed":
-                launcher(
-                    blocks, rows, stream, *tensors, *scratch, *strides, scratch[0].stride(0), *scalars, *values
-                )
-            else:
-                launcher(blocks, rows, stream, *tensors, *strides, *scalars, *values)
+                arguments = (*tensors, *scratch, *strides, scratch[0].stride(0))
+            launcher(blocks, rows, stream, *arguments, *scalars, *values)
+
+
+def _launcher(
+    path: Path, name: str, spec: Spec, variant: Variant, dtypes: tuple[str, ...], aligned: bool
+) -> Callable[..., None]:
+    kernel = getattr(load_module(path), name)
+    if not hasattr(kernel, "cache_key"):  # Triton's interpreter
+        return functools.partial(_interpret, kernel)
+    return _compiled(path, name, spec, variant, dtypes, aligned, torch.cuda.current_device())
+
+
+@functools.lru_cache(maxsize=8192)
+def _compiled(
+    path: Path,
+    name: str,
+    spec: Spec,
+    variant: Variant,
+    dtypes: tuple[str, ...],
+    aligned: bool,
+    device_index: int,
+) -> Callable[..., None]:
+    global compilations
+    compilations += 1
+    del device_index  # of the key alone: a binary is loaded per device
+    kernel = getattr(load_module(path), name)
+    target: GPUTarget = triton.runtime.driver.active.get_current_target()
+    return _bind(compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step"))
 
 
 def _bind(compiled: Any) -> Callable[..., None]:

@@ -64,9 +64,8 @@ def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
 def _compiled(
     spec: Spec, plan: Plan, dtypes: tuple[str, ...], aligned: bool, device_index: int
 ) -> CompiledPlan:
-    device = torch.device("cuda", device_index)
-    with torch.cuda.device(device):
-        return CompiledPlan(spec, plan, module_path, dtypes, aligned=aligned, device=device)
+    with torch.cuda.device(device_index):
+        return CompiledPlan(spec, plan.variants, module_path, dtypes, aligned=aligned)
 
 
 class _Launcher:

@@ -186,9 +186,7 @@ class PlanRunner:
         compiled = self._compiled.get(aligned)
         if compiled is None:
             dtypes = tuple(DTYPE_NAMES[t.dtype] for t in tensors)
-            compiled = CompiledPlan(
-                spec, self._plan, self._source, dtypes, aligned=aligned, device=trajectory.device
-            )
+            compiled = CompiledPlan(spec, self._plan.variants, self._source, dtypes, aligned=aligned)
             self._compiled[aligned] = compiled
         stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
         null_slot = -1 if trajectory.null_slot is None else trajectory.null_slot

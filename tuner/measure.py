@@ -9,7 +9,6 @@ number of layers.
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,18 +21,17 @@ from ..runtime.compiled import (
     tensor_strides,
 )
 from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ..runtime.plan import Plan, Structure
+from ..runtime.plan import Structure, Variant
 from ..runtime.spec import Spec
 from . import roofs
 
-MODES = ("nonflush", "flush", "mix", "native")
 L2_MULTIPLE = 5
 """State bytes of all layers together, in units of the GPU's L2."""
 GRAPH_LAUNCHES = 8
 """Launches of a graph at least (layers repeat): a replay's own cost must vanish in its time."""
 
-PlanCompiler = Callable[[Spec, Plan, tuple[str, ...]], CompiledPlan]
-"""Compiles a plan for tensors of the given dtypes, or returns it from a cache."""
+Compiler = Callable[[Spec, tuple[Variant, ...], tuple[str, ...]], CompiledPlan]
+"""Compiles kernels for tensors of the given dtypes, or returns them from a cache."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +47,22 @@ class Shape:
         return self.rows * self.heads
 
 
-def shape_for(spec: Spec, effective_batch: int, groups: int = 8) -> Shape:
-    """Layout of about ``effective_batch`` heads: whole groups first, then sequences.
+MAX_GROUPS = 8
+"""Groups of one sequence at most, as models have them; beyond, sequences are added."""
 
-    Up to ``groups`` groups a single sequence grows; beyond, sequences are added.
-    """
-    per_group = spec.heads_per_group
-    heads = per_group * max(1, min(groups, round(effective_batch / per_group)))
-    return Shape(max(1, round(effective_batch / heads)), heads)
+
+def shape_for(spec: Spec, effective_batch: int) -> Shape:
+    """Layout of about ``effective_batch`` heads: whole groups of heads, in as few sequences as can be."""
+    groups = max(1, round(effective_batch / spec.heads_per_group))
+    rows = -(-groups // MAX_GROUPS)
+    return Shape(rows, spec.heads_per_group * max(1, round(groups / rows)))
 
 
 class LayerStack:
     """Buffers of several layers of one spec at one effective batch, and the timing of plans on them.
 
     Args:
-        spec: A ``step`` spec; its native spec is timed on the same buffers.
+        spec: A ``step`` or ``native_step`` spec.
         shape: Rows and heads.
         device: CUDA device.
         seed: Of the random inputs.
@@ -81,30 +80,33 @@ class LayerStack:
         capacity = spec.window + spec.num_tokens
         activation, ring = TORCH_DTYPES[spec.activation_dtype], TORCH_DTYPES[spec.ring_dtype]
         p, n = spec.head_dim, spec.state_size
-        self._tensors: dict[str, torch.Tensor] = {
+        self.native = spec.op.startswith("native")
+        tensors = {
             "state": self._normal(layers, slots, heads, p, n, dtype=TORCH_DTYPES[spec.state_dtype]),
-            "ring_x": self._normal(layers, slots, heads, capacity, p, dtype=ring),
-            "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring),
-            "ring_decay": self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001,
             "x": self._normal(layers, rows, heads, p, dtype=activation),
             "dt": self._normal(layers, rows, heads, dtype=activation),
             "a": -self._uniform(layers, heads) * 15.0 - 1.0,
             "b": self._normal(layers, rows, groups, n, dtype=activation),
             "c": self._normal(layers, rows, groups, n, dtype=activation),
             "d": self._normal(layers, heads, dtype=torch.float32),
-            "z": self._normal(layers, rows, heads, p, dtype=activation)
-            if spec.has_z
-            else torch.empty(layers, 0, device=device),
+            "z": self._normal(layers, rows if spec.has_z else 0, heads, p, dtype=activation),
             "dt_bias": self._uniform(layers, heads) - 4.0,
             "out": torch.empty((layers, rows, heads, p), dtype=activation, device=device),
         }
         order = torch.randperm(rows, generator=self._generator, device=device) + 1
-        self._tensors["slot_index"] = order.to(torch.int32).expand(layers, rows)
-        self._tensors["ring_start"] = torch.randint(
-            0, capacity, (slots,), dtype=torch.int32, device=device, generator=self._generator
-        ).expand(layers, slots)
-        self._lengths = {mode: self._ring_lengths(mode) for mode in ("nonflush", "flush", "mix")}
-        self._arguments: dict[tuple[bool, str], list[tuple[torch.Tensor, ...]]] = {}
+        tensors["slot_index"] = order.to(torch.int32).expand(layers, rows)
+        if not self.native:
+            start = torch.randint(0, capacity, (slots,), device=device, generator=self._generator)
+            tensors |= {
+                "ring_x": self._normal(layers, slots, heads, capacity, p, dtype=ring),
+                "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring),
+                "ring_decay": self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001,
+                "ring_start": start.to(torch.int32).expand(layers, slots),
+            }
+        self._tensors = tensors
+        modes = () if self.native else ("nonflush", "flush", "mix")
+        self._lengths = {mode: self._ring_lengths(mode) for mode in modes}
+        self._arguments: dict[str, list[tuple[torch.Tensor, ...]]] = {}
 
     def _normal(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(size, generator=self._generator, device=self.device, dtype=dtype)
@@ -118,7 +120,7 @@ class LayerStack:
         The mix spreads the phases of the flush cycle evenly over the rows and shifts them by one
         per layer, so that few rows see a whole cycle over the layers.
         """
-        window, (rows, layers) = self.spec.window, (self.shape.rows, self.layers)
+        window, rows, layers = self.spec.window, self.shape.rows, self.layers
         lengths = torch.full((layers, rows + 1), window // 2, dtype=torch.int32, device=self.device)
         if mode == "flush":
             lengths.fill_(window)
@@ -142,28 +144,28 @@ class LayerStack:
 
     def _layer_arguments(self, structure: Structure, mode: str) -> list[tuple[torch.Tensor, ...]]:
         """Tensors of every layer in argument order, without a scratch."""
-        key = (structure.role == "native", mode)
-        if key not in self._arguments:
-            spec = self.spec.native if key[0] else self.spec
-            tensors = {**self._tensors, "ring_len": self._lengths["nonflush" if key[0] else mode]}
-            names = [a.name for a in tensor_arguments(spec, structure)]
-            self._arguments[key] = list(zip(*(tensors[name].unbind(0) for name in names), strict=True))
-        return self._arguments[key]
+        if mode not in self._arguments:
+            tensors = dict(self._tensors)
+            if not self.native:
+                tensors["ring_len"] = self._lengths[mode]
+            names = [a.name for a in tensor_arguments(self.spec, structure)]
+            self._arguments[mode] = list(zip(*(tensors[name].unbind(0) for name in names), strict=True))
+        return self._arguments[mode]
 
-    def calls(self, plan: Plan, mode: str, compile_plan: PlanCompiler) -> list[Callable[[], object]]:
-        """One production launch of ``plan`` per layer.
+    def calls(
+        self, variants: tuple[Variant, ...], mode: str, compile_variants: Compiler
+    ) -> list[Callable[[], object]]:
+        """One production launch of ``variants`` (a plan, or one branch of it) per layer.
 
         Raises:
-            CompileError: The plan does not compile.
+            CompileError: A kernel does not compile.
         """
-        structure = Structure(plan.variants[0].structure.role)
-        native = structure.role == "native"
-        spec = self.spec.native if native else self.spec
+        structure = Structure(variants[0].structure.role)
         layers = self._layer_arguments(structure, mode)
         dtypes = tuple(DTYPE_NAMES[t.dtype] for t in layers[0])
-        compiled = compile_plan(spec, plan, dtypes)
-        strides = tensor_strides(spec, structure, layers[0])
-        scalars = (-1,) if native else (self.spec.window + self.spec.num_tokens, -1)
+        compiled = compile_variants(self.spec, variants, dtypes)
+        strides = tensor_strides(self.spec, structure, layers[0])
+        scalars = (-1,) if self.native else (self.spec.window + self.spec.num_tokens, -1)
         rows, heads = self.shape.rows, self.shape.heads
         raw_stream = torch.cuda.current_stream
 
@@ -173,13 +175,12 @@ class LayerStack:
         launches = [functools.partial(call, tensors) for tensors in layers]
         return [launches[i % len(launches)] for i in range(max(len(launches), GRAPH_LAUNCHES))]
 
-    def roof_us(self, kind: str, repeats: int) -> float:
-        """Time of the roof kernel (``read`` or ``scale``) per layer: the best of a few tiles, in us."""
-        states = [s for s, _ in zip(itertools.cycle(self.states()), range(GRAPH_LAUNCHES), strict=False)]
-        if self.layers > GRAPH_LAUNCHES:
-            states = self.states()
+    def roof_us(self, kind: str, repeats: int) -> list[float]:
+        """Samples of the roof kernel (``read`` or ``scale``) per layer: of the best of a few tiles, in us."""
+        states = self.states()
+        states = [states[i % len(states)] for i in range(max(len(states), GRAPH_LAUNCHES))]
         candidates = (roofs.read_launches if kind == "read" else roofs.scale_launches)(states)
-        return min(statistics.median(Graph(calls).time_us(repeats)) for calls in candidates)
+        return min((Graph(calls).time_us(repeats) for calls in candidates), key=statistics.median)
 
 
 class Graph:

@@ -1,0 +1,210 @@
+"""The process that owns the GPU: it gates and times candidates, one at a time.
+
+A candidate can hang or kill the CUDA context, so all CUDA work happens here and
+:mod:`.gpu_bench` replaces the process when it dies. Requests and answers are pickled tuples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.plan import Plan, Variant
+from ..runtime.spec import Spec
+from .records import Cell, Environment, Timing
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..runtime.compiled import CompiledPlan
+    from .gate import Gate, Verdict
+    from .measure import Graph, LayerStack
+
+PROTOCOL = 1
+"""Version of the measurement protocol: raised whenever times before and after do not compare."""
+
+_GRAPHS = 96
+"""Captured graphs kept for the layer stack in use: a race visits the same few plans many times."""
+_GATE_GROUPS, _GATE_SEQUENCES, _GATE_STEPS = 2, 7, 20
+_THROTTLED = 0x08 | 0x20 | 0x40 | 0x80
+"""NVML: hardware slowdown, software and hardware thermal slowdown, power brake."""
+
+
+def serve(pipe: Connection, modules: Path, triton_cache: Path) -> None:
+    """Answer requests until the pipe closes.
+
+    Requests are ``(method, *arguments)`` of :class:`GpuWorker`; answers ``("ok", result)`` or
+    ``("error", text)``.
+    """
+    os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
+    worker = GpuWorker(modules)
+    while True:
+        try:
+            method, *arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer: tuple[str, Any] = ("ok", getattr(worker, method)(*arguments))
+        except Exception as error:
+            if _context_is_dead(error):
+                os._exit(70)
+            answer = ("error", f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+
+
+def _context_is_dead(error: Exception) -> bool:
+    text = str(error)
+    return "CUDA error" in text or "illegal memory access" in text or "device-side assert" in text
+
+
+class GpuWorker:
+    """Gates and times on the current CUDA device.
+
+    Args:
+        modules: Folder of rendered modules.
+    """
+
+    def __init__(self, modules: Path) -> None:
+        import torch
+
+        from ..codegen.cache import rendered
+
+        self._torch = torch
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._source = rendered(modules)
+        self._compiled: dict[tuple[Spec, tuple[Variant, ...], tuple[str, ...]], CompiledPlan] = {}
+        self._gates: dict[Spec, Gate] = {}
+        self._stack: tuple[tuple[Spec, int], LayerStack] | None = None
+        self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
+        self._throttled = _throttle_reader(self._device)
+
+    def environment(self) -> Environment:
+        """Where measurements are made."""
+        import triton
+
+        torch = self._torch
+        properties = torch.cuda.get_device_properties(self._device)
+        return Environment(
+            gpu=properties.name,
+            capability=(properties.major, properties.minor),
+            sm_count=properties.multi_processor_count,
+            triton=triton.__version__,
+            torch=torch.__version__,
+            driver=_driver_version(),
+            protocol=PROTOCOL,
+        )
+
+    def gate(self, spec: Spec, plan: Plan) -> Verdict:
+        """Whether ``plan`` may be timed; compiles it."""
+        from .gate import Gate
+        from .trajectory import Trajectory
+
+        gate = self._gates.get(spec)
+        if gate is None:
+            trajectory = Trajectory(
+                spec,
+                heads=_GATE_GROUPS * spec.heads_per_group,
+                sequences=_GATE_SEQUENCES,
+                steps=_GATE_STEPS,
+                device=self._device,
+            )
+            gate = self._gates[spec] = Gate(trajectory)
+        return gate.check(plan, self._source)
+
+    def time(self, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
+        """Time one step of ``variants`` in ``mode``; see :meth:`.records.Bench.time`."""
+        from .measure import Graph
+
+        key = (cell, variants, mode)
+        stack = self._stack_of(cell)
+        graph = self._graphs.get(key)
+        if graph is None:
+            calls = stack.calls(variants, mode, self._compile)
+            graph = self._remember(key, Graph(calls))
+        self._graphs.move_to_end(key)
+        return Timing(self._samples(graph, repeats))
+
+    def roof(self, cell: Cell, kind: str, repeats: int) -> Timing:
+        """Time of the roof kernel ``read`` or ``scale`` on the cell's states."""
+        return Timing(tuple(self._stack_of(cell).roof_us(kind, repeats)))
+
+    def flush_share(self, cell: Cell, mode: str) -> float:
+        """Share of the rows that flush in ``mode``."""
+        return self._stack_of(cell).flush_share(mode)
+
+    def shape(self, cell: Cell) -> tuple[int, int]:
+        """(rows, heads) that the cell is timed with."""
+        shape = self._stack_of(cell).shape
+        return shape.rows, shape.heads
+
+    def _samples(self, graph: Graph, repeats: int) -> tuple[float, ...]:
+        for _ in range(3):
+            samples = tuple(graph.time_us(repeats))
+            if not self._throttled():
+                break
+        return samples
+
+    def _remember(self, key: tuple[object, ...], graph: Graph) -> Graph:
+        self._graphs[key] = graph
+        while len(self._graphs) > _GRAPHS:
+            self._graphs.popitem(last=False)
+        return graph
+
+    def _stack_of(self, cell: Cell) -> LayerStack:
+        from .measure import LayerStack, shape_for
+
+        key = (cell.spec, cell.effective_batch)
+        if self._stack is None or self._stack[0] != key:
+            # The graphs hold the buffers' addresses: they go first.
+            self._graphs.clear()
+            self._stack = None
+            self._torch.cuda.empty_cache()
+            stack = LayerStack(cell.spec, shape_for(cell.spec, cell.effective_batch), self._device)
+            self._stack = (key, stack)
+        return self._stack[1]
+
+    def _compile(self, spec: Spec, variants: tuple[Variant, ...], dtypes: tuple[str, ...]) -> CompiledPlan:
+        from ..runtime.compiled import CompiledPlan
+
+        key = (spec, variants, dtypes)
+        if key not in self._compiled:
+            self._compiled[key] = CompiledPlan(spec, variants, self._source, dtypes, aligned=True)
+        return self._compiled[key]
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    yield pynvml
+
+
+def _driver_version() -> str:
+    try:
+        with _nvml() as nvml:
+            version = nvml.nvmlSystemGetDriverVersion()
+    except Exception:
+        # NVML is missing in some containers; measurements are then marked so.
+        return "unknown"
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def _throttle_reader(device: torch.device) -> Callable[[], bool]:
+    """Whether the GPU is slowed down by heat or power at the moment; never, where NVML is missing."""
+    try:
+        with _nvml() as nvml:
+            handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
+            nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except Exception:
+        return lambda: False
+
+    def throttled() -> bool:
+        return bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & _THROTTLED)
+
+    return throttled

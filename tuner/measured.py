@@ -1,0 +1,422 @@
+"""Tuning on a GPU: compile, gate, search, choose, and the rows with their evidence.
+
+Everything that is compiled is a point of :mod:`..codegen.space`; everything that is timed has
+passed the gate; every result is in the store before the next begins.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..codegen import space
+from ..codegen.compile import Compiled, CompilePool, Drop, select
+from ..codegen.emit import digest_of
+from ..codegen.targets import Gpu
+from ..runtime.defaults import default_plan
+from ..runtime.plan import Plan, Structure, Tile, Variant
+from ..runtime.spec import Spec
+from ..runtime.table import Row
+from .choose import CurvePoint, Rules, Verdict, choose, suspects
+from .errors import GateError
+from .gpu_bench import GpuBench
+from .measure import shape_for
+from .meter import Budget, Meter
+from .progress import Event, Report
+from .records import ROLE_MODES, Cell, Measurement
+from .records import Event as Measured
+from .report import Dropped, SpecPlan
+from .request import Job, Work
+from .search import Ranking, Settings, compose, search
+from .search import Space as SearchSpace
+from .store import Store
+
+COMPILE_TIMEOUT_S = 60.0
+FINAL_REPEATS = 8
+"""Timings of a chosen plan's branches and of the roofs."""
+SETTINGS = Settings(repeats=3, enumerate_up_to=400, neighbours_best=6)
+RULES = Rules(contenders=5, rounds=4, rounds_before_drop=2, final_rounds=6, finalists=2)
+NATIVE_RULES = dataclasses.replace(RULES, contenders=3, rounds=2)
+RETRIES = 2
+"""How often a row is measured again that does not fit its curve."""
+
+ROOFS = {"read": "roof.read", "scale": "roof.scale"}
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """All that a run says of one cell: what a row of the table and of a run file is made of."""
+
+    spec: Spec
+    effective_batch: int
+    rows: int
+    heads: int
+    verdict: Verdict
+    native: Verdict
+    nonflush: Measurement
+    flush: Measurement
+    default_nonflush: Measurement
+    default_flush: Measurement
+    read_us: float
+    scale_us: float
+
+    @property
+    def mix_roof_us(self) -> float:
+        """Roof of the staggered mix: one row in ``window`` writes what it reads."""
+        return self.read_us + (self.scale_us - self.read_us) / self.spec.window
+
+
+@dataclass
+class Candidates:
+    """The points of one spec: those worth timing by role, and why the others are not."""
+
+    spec: Spec
+    points: int = 0
+    by_role: dict[str, list[Variant]] = field(default_factory=dict)
+    compiled: dict[Variant, Compiled] = field(default_factory=dict)
+    dropped: list[Drop] = field(default_factory=list)
+    gate_failures: list[str] = field(default_factory=list)
+
+    def plan(self, effective_batches: Sequence[int]) -> SpecPlan:
+        """What the report says of this spec."""
+        counts = collections.Counter(drop.reason for drop in self.dropped)
+        example = {drop.reason: drop.variant.key for drop in self.dropped}
+        return SpecPlan(
+            spec=self.spec,
+            effective_batches=tuple(effective_batches),
+            points=self.points,
+            kept=sum(map(len, self.by_role.values())),
+            dropped=tuple(Dropped(r, n, example[r]) for r, n in counts.most_common()),
+        )
+
+
+def spec_jobs(work: Iterable[Work]) -> list[tuple[Spec, Variant]]:
+    """Every point to compile for ``work`` and its native baselines, spec by spec."""
+    specs = dict.fromkeys(s for w in work for s in (w.spec, w.spec.native))
+    return [
+        (spec, variant)
+        for spec in specs
+        for role in space.roles(spec)
+        for variant in space.points(spec, role).variants
+    ]
+
+
+def compile_candidates(
+    work: Sequence[Work], pool: CompilePool, gpu: Gpu, report: Report
+) -> Iterator[tuple[Compiled, dict[Spec, Candidates]]]:
+    """Compile all points; yields each result, and fills the candidates when all are there."""
+    jobs = spec_jobs(work)
+    found: dict[Spec, Candidates] = {spec: Candidates(spec) for spec, _ in jobs}
+    results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
+    for done, result in enumerate(pool.run(jobs), 1):
+        results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = result
+        report(Event("compile", done, len(jobs), f"{len(found)} specs"))
+        yield result, found
+    for (spec, role), by_variant in results.items():
+        points = space.points(spec, role)
+        ordered = [by_variant[v] for v in points.variants if v in by_variant]
+        kept, dropped = select(ordered, gpu.limits, points.default)
+        candidates = found[spec]
+        candidates.points += points.total
+        candidates.dropped += dropped
+        candidates.by_role[role] = [result.variant for result in kept]
+        candidates.compiled |= by_variant
+        for name, count in points.rejected.items():
+            candidates.dropped += [Drop(points.variants[0], f"constraint: {name}")] * count
+
+
+class MeasuredTune:
+    """One tune on the GPU of this machine.
+
+    Args:
+        job: What is asked.
+        pool: Compiles; its caches serve the bench.
+        bench: Gates and times.
+        store: Remembers.
+        report: Is told of progress.
+    """
+
+    def __init__(self, job: Job, pool: CompilePool, bench: GpuBench, store: Store, report: Report) -> None:
+        self._job, self._pool, self._bench, self._store, self._report = job, pool, bench, store, report
+        self._gpu = job.target.gpu
+        self._stage = ""
+        self.meter = Meter(bench, store, digest=_digest, progress=self._measured)
+        budget = job.budget
+        self._deadline = math.inf if budget.minutes is None else time.monotonic() + 60 * budget.minutes
+        self._trials = budget.trials
+
+    def prepare(self) -> dict[Spec, Candidates]:
+        """Compile and gate every point.
+
+        Raises:
+            GateError: A default plan is numerically wrong: nothing can be compared with it.
+        """
+        found: dict[Spec, Candidates] = {}
+        passed: dict[tuple[Spec, Variant], str] = {}
+        # The GPU gates what is compiled while the processors compile what is not.
+        for result, all_candidates in compile_candidates(self._job.work, self._pool, self._gpu, self._report):
+            found = all_candidates
+            keep = space.points(result.spec, result.variant.structure.role).default
+            kept, _ = select([result], self._gpu.limits, keep)
+            if kept:
+                passed[result.spec, result.variant] = self._gate(result.spec, result.variant)
+        for candidates in found.values():
+            for role, variants in candidates.by_role.items():
+                good = []
+                for variant in variants:
+                    reason = passed[candidates.spec, variant]
+                    if reason:
+                        candidates.dropped.append(Drop(variant, "gate", reason))
+                        candidates.gate_failures.append(f"{candidates.spec.key} {variant.key}: {reason}")
+                    else:
+                        good.append(variant)
+                candidates.by_role[role] = good
+            default = default_plan(candidates.spec).variants[0]
+            if default not in candidates.by_role[default.structure.role]:
+                why = next((d.detail or d.reason for d in candidates.dropped if d.variant == default), "dropped")
+                raise GateError(
+                    f"the default plan of {candidates.spec.key} cannot run here: {why}",
+                    hint="this is a fault of the default or of the compiler; report it with `plan --json`",
+                )
+        return found
+
+    def _gate(self, spec: Spec, variant: Variant) -> str:
+        """Empty if the point passed, else why not; remembered in the store."""
+        cell, mode, key = Cell(spec, 1), ROLE_MODES[variant.structure.role], variant.key
+        digest = _digest(cell, (variant,))
+        known = self._store.find(cell, mode, key, "gate", digest)
+        if known is None:
+            verdict = self._bench.gate(spec, gate_plan(spec, variant))
+            status = getattr(verdict, "status", "ok" if not verdict.reason else "gate")
+            known = self._store.add(
+                Measurement(
+                    cell, mode, key, status=status, reason=verdict.reason, tag="gate", digest=digest
+                )
+            )
+        return "" if known.status == "ok" else known.reason or known.status
+
+    def cells(self, work: Work, step: Candidates, native: Candidates) -> list[CellResult]:
+        """Search and choose along the curve of batches of one spec."""
+        spec = work.spec
+        batches = sorted({shape_for(spec, batch).effective_batch for batch in work.effective_batches})
+        self._stage = f"{spec.key}"
+        rankings = {role: self._search(spec, step, role, batches) for role in ("both", "nonflush", "flush")}
+        natives = self._search(spec.native, native, "native", batches)
+        results: dict[int, CellResult] = {}
+        previous: list[Plan] = []
+        for batch in batches:
+            plans = compose(spec, *(rankings[r][batch] for r in ("both", "nonflush", "flush")))
+            results[batch] = self._cell(spec, batch, plans, natives[batch], previous)
+            winner = results[batch].verdict.winner
+            previous = [winner] if winner else previous
+        for attempt in range(1, RETRIES + 1):
+            points = [self._curve_point(result) for result in results.values()]
+            doubtful = suspects(points, self._gpu.memory_gbps)
+            for batch in doubtful:
+                plans = compose(spec, *(rankings[r][batch] for r in ("both", "nonflush", "flush")))
+                results[batch] = self._cell(spec, batch, plans, natives[batch], [], attempt)
+        return list(results.values())
+
+    def _search(
+        self, spec: Spec, candidates: Candidates, role: str, batches: Sequence[int]
+    ) -> dict[int, Ranking]:
+        variants = tuple(candidates.by_role.get(role, ()))
+        if not variants:
+            return dict.fromkeys(batches, ())
+        default = default_plan(spec).variants[0]
+        first = default if default.structure.role == role else variants[0]
+        return search(
+            SearchSpace(spec, variants, first), batches, self.meter, self._budget(), settings=SETTINGS
+        )
+
+    def _budget(self) -> Budget:
+        seconds = None if math.isinf(self._deadline) else max(0.0, self._deadline - time.monotonic())
+        points = None if self._trials is None else max(0, self._trials - self.meter.visited)
+        return Budget(points=points, seconds=seconds)
+
+    def _cell(
+        self,
+        spec: Spec,
+        batch: int,
+        plans: Sequence[Plan],
+        natives: Ranking,
+        neighbours: Sequence[Plan],
+        attempt: int = 0,
+    ) -> CellResult:
+        cell = Cell(spec, batch)
+        verdict = choose(
+            cell,
+            plans,
+            self.meter,
+            mode="mix",
+            default=default_plan(spec),
+            neighbours=neighbours,
+            budget=self._budget(),
+            rules=RULES,
+            attempt=attempt,
+        )
+        chosen = verdict.winner or default_plan(spec)
+        default = default_plan(spec)
+        branch = {
+            (plan, mode): self.meter.measure(cell, plan.variants, mode, FINAL_REPEATS, f"final{attempt}")
+            for plan in dict.fromkeys((chosen, default))
+            for mode in ("nonflush", "flush")
+        }
+        read_us, scale_us = (self._roof(cell, kind, attempt) for kind in ROOFS)
+        rows, heads = dataclasses.astuple(shape_for(spec, batch))
+        native = choose(
+            Cell(spec.native, batch),
+            [Plan((ranked.variant,)) for ranked in natives[:4]],
+            self.meter,
+            mode="native",
+            default=default_plan(spec.native),
+            budget=self._budget(),
+            rules=NATIVE_RULES,
+            attempt=attempt,
+        )
+        return CellResult(
+            spec=spec,
+            effective_batch=batch,
+            rows=rows,
+            heads=heads,
+            verdict=verdict,
+            native=native,
+            nonflush=branch[chosen, "nonflush"],
+            flush=branch[chosen, "flush"],
+            default_nonflush=branch[default, "nonflush"],
+            default_flush=branch[default, "flush"],
+            read_us=read_us,
+            scale_us=scale_us,
+        )
+
+    def _roof(self, cell: Cell, kind: str, attempt: int) -> float:
+        mode, subject, tag = "nonflush" if kind == "read" else "flush", ROOFS[kind], f"final{attempt}"
+        known = self._store.find(cell, mode, subject, tag)
+        if known is None:
+            timing = self._bench.roof(cell, kind, FINAL_REPEATS)
+            known = self._store.add(
+                Measurement(cell, mode, subject, timing.samples_us, timing.status, timing.reason, tag)
+            )
+        return known.time_us
+
+    def _curve_point(self, result: CellResult) -> CurvePoint:
+        state = result.spec.state_bytes(result.effective_batch)
+        return CurvePoint(
+            result.effective_batch,
+            result.verdict.time_us,
+            result.verdict.noise_floor,
+            state * (1 + 1 / result.spec.window),
+        )
+
+    def _measured(self, event: Measured) -> None:
+        self._report(Event(f"{event.stage} {self._stage}", event.done, event.total, event.measurement.cell.key.rpartition("@")[2]))
+
+
+def gate_plan(spec: Spec, variant: Variant) -> Plan:
+    """The plan that takes one kernel through the gate: a branch needs a partner for the other one."""
+    role = variant.structure.role
+    if role in ("both", "native"):
+        return Plan((variant,))
+    block = space.state_block(spec)
+    if role == "nonflush":
+        return Plan((variant, Variant(Structure("flush"), Tile(16, block, min(64, block)))))
+    return Plan((Variant(Structure("nonflush"), Tile(16, min(64, block))), variant))
+
+
+def row_of(result: CellResult, compiled: Callable[[Variant], Compiled], triton_version: str) -> Row | None:
+    """The table's row of a cell; None if nothing ran."""
+    verdict, plan = result.verdict, result.verdict.winner
+    if plan is None:
+        return None
+    return Row(
+        spec=result.spec,
+        effective_batch=result.effective_batch,
+        plan=plan,
+        source="measured",
+        module_digests=tuple(digest_of(result.spec, v.structure) for v in plan.variants),
+        binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
+        time_us=_digits(verdict.time_us),
+        native_time_us=_digits(result.native.time_us),
+        default_time_us=_digits(verdict.default_time_us),
+        roof_time_us=_digits(result.mix_roof_us),
+        noise_floor=_digits(verdict.noise_floor),
+        nonflush_time_us=_digits(result.nonflush.time_us),
+        flush_time_us=_digits(result.flush.time_us),
+        nonflush_roof_us=_digits(result.read_us),
+        flush_roof_us=_digits(result.scale_us),
+        samples_us=_samples(verdict.samples_us),
+        verdict=verdict.reason,
+        origin="",
+        numerics=numerics(plan),
+    )
+
+
+def native_row_of(
+    result: CellResult, compiled: Callable[[Variant], Compiled], triton_version: str
+) -> Row | None:
+    """The table's row of the cell's native baseline; None if nothing ran."""
+    verdict, plan, spec = result.native, result.native.winner, result.spec.native
+    if plan is None:
+        return None
+    return Row(
+        spec=spec,
+        effective_batch=result.effective_batch,
+        plan=plan,
+        source="measured",
+        module_digests=tuple(digest_of(spec, v.structure) for v in plan.variants),
+        binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
+        time_us=_digits(verdict.time_us),
+        native_time_us=_digits(verdict.time_us),
+        default_time_us=_digits(verdict.default_time_us),
+        roof_time_us=_digits(result.scale_us),
+        noise_floor=_digits(verdict.noise_floor),
+        nonflush_time_us=None,
+        flush_time_us=_digits(verdict.time_us),
+        nonflush_roof_us=None,
+        flush_roof_us=_digits(result.scale_us),
+        samples_us=_samples(verdict.samples_us),
+        verdict=verdict.reason,
+        origin="",
+        numerics=numerics(plan),
+    )
+
+
+def numerics(plan: Plan) -> str:
+    """Class of arithmetic and reduction order of a plan's outputs: equal classes, equal bits."""
+    parts = []
+    for variant in plan.variants:
+        s, t = variant.structure, variant.tile
+        blocks = f"p{t.block_p}.n{t.block_n}.f{t.fold_block_n}.w{t.num_warps}"
+        parts.append(f"{s.role}:{s.coefficients}.{s.route}.{s.readout}.{s.scores}.{s.load}.{blocks}")
+    return "+".join(parts)
+
+
+def workers() -> int:
+    """Compiler processes to run: all processors but one, which the bench needs."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+@functools.lru_cache(maxsize=16384)
+def _digest(cell: Cell, variants: tuple[Variant, ...]) -> str:
+    return "+".join(digest_of(cell.spec, variant.structure) for variant in variants)
+
+
+def _digits(value: float | None) -> float | None:
+    """Five significant digits: more are noise, and make tables hard to compare."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _samples(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.5g}") for value in values)
+
+
+def cache_folder(root: Path) -> Path:
+    """Where modules and binaries of a tune lie: beside its store."""
+    return root.parent / "cache"

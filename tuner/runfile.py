@@ -1,0 +1,104 @@
+"""Recorded runs: what a run measured, with where and how, as one JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..codegen.files import write_atomically
+from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
+from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
+from .records import Environment
+
+
+def today() -> str:
+    """ISO date."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def run_data(
+    what: str, gpu: str, environment: Environment, cells: Iterable[CellResult], totals: dict[str, Any]
+) -> dict[str, Any]:
+    """Content of a run file (see ``benchmarks/summary.py`` for the format)."""
+    return {
+        "what": what,
+        "gpu": gpu,
+        "date": today(),
+        "environment": {
+            **asdict(environment),
+            "python": platform.python_version(),
+            "processors": len(os.sched_getaffinity(0)),
+        },
+        "protocol": {
+            "version": environment.protocol,
+            "state_bytes_over_l2": L2_MULTIPLE,
+            "launches_per_graph_at_least": GRAPH_LAUNCHES,
+            "repeats_final": FINAL_REPEATS,
+            "repeats_screening": SETTINGS.repeats,
+            "race": asdict(RULES),
+            "mix": "flush phases spread evenly over rows, shifted by one per layer; one accepted token a step",
+            "nonflush": "window // 2 live ring tokens",
+        },
+        "cells": [_cell_data(cell) for cell in cells],
+        "totals": totals,
+    }
+
+
+def _cell_data(cell: CellResult) -> dict[str, Any]:
+    verdict, native = cell.verdict, cell.native
+    return {
+        "spec": cell.spec.key,
+        "effective_batch": cell.effective_batch,
+        "rows": cell.rows,
+        "heads": cell.heads,
+        "plan": verdict.winner.key if verdict.winner else "",
+        "verdict": verdict.kind,
+        "time_us": {
+            "mix": verdict.time_us,
+            "nonflush": cell.nonflush.time_us,
+            "flush": cell.flush.time_us,
+        },
+        "roof_us": {"read": cell.read_us, "scale": cell.scale_us},
+        "native_us": native.time_us,
+        "native_name": native.winner.key if native.winner else "",
+        "default_us": {
+            "mix": verdict.default_time_us,
+            "nonflush": cell.default_nonflush.time_us,
+            "flush": cell.default_flush.time_us,
+        },
+        "noise_floor": verdict.noise_floor,
+        "samples_us": {
+            "mix": list(verdict.samples_us),
+            "nonflush": list(cell.nonflush.samples_us),
+            "flush": list(cell.flush.samples_us),
+            "native": list(native.samples_us),
+        },
+    }
+
+
+def write_run(folder: Path, data: dict[str, Any]) -> Path:
+    """Write ``<date>-<gpu>-<what>.json``; the path.
+
+    Raises:
+        StoreError: The folder cannot be written.
+    """
+    name = f"{data['date']}-{data['gpu'].lower().replace(' ', '-')}-{data['what']}.json"
+    path = folder / name
+    write_atomically(path, json.dumps(_rounded(data), indent=1) + "\n")
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value
