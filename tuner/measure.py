@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """The measurement protocol: cold caches, distinct layers, one CUDA graph, production launches.
 
 A :class:`LayerStack` holds, for one spec and effective batch, as many layers' buffers as it takes to

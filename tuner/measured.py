@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,11 +34,10 @@ from .records import ROLE_MODES, Cell, Measurement
 from .records import Event as Measured
 from .report import Dropped, SpecPlan
 from .request import Job, Work
-from .search import Ranking, Settings, compose, search
+from .search import Ranked, Ranking, Settings, compose, search
 from .search import Space as SearchSpace
 from .store import Store
 
-COMPILE_TIMEOUT_S = 60.0
 FINAL_REPEATS = 8
 """Timings of a chosen plan's branches and of the roofs."""
 SETTINGS = Settings(repeats=3, enumerate_up_to=400, neighbours_best=6)
@@ -109,16 +108,16 @@ def spec_jobs(work: Iterable[Work]) -> list[tuple[Spec, Variant]]:
 
 
 def compile_candidates(
-    work: Sequence[Work], pool: CompilePool, gpu: Gpu, report: Report
-) -> Iterator[tuple[Compiled, dict[Spec, Candidates]]]:
-    """Compile all points; yields each result, and fills the candidates when all are there."""
+    work: Sequence[Work], pool: CompilePool, gpu: Gpu, found: dict[Spec, Candidates], report: Report
+) -> Iterator[Compiled]:
+    """Compile all points, yielding each result; ``found`` is filled when all are there."""
     jobs = spec_jobs(work)
-    found: dict[Spec, Candidates] = {spec: Candidates(spec) for spec, _ in jobs}
+    found.update((spec, Candidates(spec)) for spec, _ in jobs)
     results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
     for done, result in enumerate(pool.run(jobs), 1):
         results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = result
         report(Event("compile", done, len(jobs), f"{len(found)} specs"))
-        yield result, found
+        yield result
     for (spec, role), by_variant in results.items():
         points = space.points(spec, role)
         ordered = [by_variant[v] for v in points.variants if v in by_variant]
@@ -137,14 +136,13 @@ class MeasuredTune:
 
     Args:
         job: What is asked.
-        pool: Compiles; its caches serve the bench.
         bench: Gates and times.
         store: Remembers.
         report: Is told of progress.
     """
 
-    def __init__(self, job: Job, pool: CompilePool, bench: GpuBench, store: Store, report: Report) -> None:
-        self._job, self._pool, self._bench, self._store, self._report = job, pool, bench, store, report
+    def __init__(self, job: Job, bench: GpuBench, store: Store, report: Report) -> None:
+        self._job, self._bench, self._store, self._report = job, bench, store, report
         self._gpu = job.target.gpu
         self._stage = ""
         self.meter = Meter(bench, store, digest=_digest, progress=self._measured)
@@ -152,8 +150,8 @@ class MeasuredTune:
         self._deadline = math.inf if budget.minutes is None else time.monotonic() + 60 * budget.minutes
         self._trials = budget.trials
 
-    def prepare(self) -> dict[Spec, Candidates]:
-        """Compile and gate every point.
+    def prepare(self, pool: CompilePool) -> dict[Spec, Candidates]:
+        """Compile and gate every point; the pool's caches are those of the bench.
 
         Raises:
             GateError: A default plan is numerically wrong: nothing can be compared with it.
@@ -161,8 +159,7 @@ class MeasuredTune:
         found: dict[Spec, Candidates] = {}
         passed: dict[tuple[Spec, Variant], str] = {}
         # The GPU gates what is compiled while the processors compile what is not.
-        for result, all_candidates in compile_candidates(self._job.work, self._pool, self._gpu, self._report):
-            found = all_candidates
+        for result in compile_candidates(self._job.work, pool, self._gpu, found, self._report):
             keep = space.points(result.spec, result.variant.structure.role).default
             kept, _ = select([result], self._gpu.limits, keep)
             if kept:
@@ -180,7 +177,9 @@ class MeasuredTune:
                 candidates.by_role[role] = good
             default = default_plan(candidates.spec).variants[0]
             if default not in candidates.by_role[default.structure.role]:
-                why = next((d.detail or d.reason for d in candidates.dropped if d.variant == default), "dropped")
+                why = next(
+                    (d.detail or d.reason for d in candidates.dropped if d.variant == default), "dropped"
+                )
                 raise GateError(
                     f"the default plan of {candidates.spec.key} cannot run here: {why}",
                     hint="this is a fault of the default or of the compiler; report it with `plan --json`",
@@ -196,23 +195,25 @@ class MeasuredTune:
             verdict = self._bench.gate(spec, gate_plan(spec, variant))
             status = getattr(verdict, "status", "ok" if not verdict.reason else "gate")
             known = self._store.add(
-                Measurement(
-                    cell, mode, key, status=status, reason=verdict.reason, tag="gate", digest=digest
-                )
+                Measurement(cell, mode, key, status=status, reason=verdict.reason, tag="gate", digest=digest)
             )
         return "" if known.status == "ok" else known.reason or known.status
+
+    def _gated(self, spec: Spec, plan: Plan) -> str:
+        """As :meth:`_gate`, of a whole plan."""
+        return "; ".join(filter(None, (self._gate(spec, variant) for variant in plan.variants)))
 
     def cells(self, work: Work, step: Candidates, native: Candidates) -> list[CellResult]:
         """Search and choose along the curve of batches of one spec."""
         spec = work.spec
-        batches = sorted({shape_for(spec, batch).effective_batch for batch in work.effective_batches})
-        self._stage = f"{spec.key}"
+        batches = batches_of(work)
+        self._stage = spec.key
         rankings = {role: self._search(spec, step, role, batches) for role in ("both", "nonflush", "flush")}
         natives = self._search(spec.native, native, "native", batches)
         results: dict[int, CellResult] = {}
         previous: list[Plan] = []
         for batch in batches:
-            plans = compose(spec, *(rankings[r][batch] for r in ("both", "nonflush", "flush")))
+            plans = _compose(spec, rankings, batch)
             results[batch] = self._cell(spec, batch, plans, natives[batch], previous)
             winner = results[batch].verdict.winner
             previous = [winner] if winner else previous
@@ -220,9 +221,31 @@ class MeasuredTune:
             points = [self._curve_point(result) for result in results.values()]
             doubtful = suspects(points, self._gpu.memory_gbps)
             for batch in doubtful:
-                plans = compose(spec, *(rankings[r][batch] for r in ("both", "nonflush", "flush")))
+                plans = _compose(spec, rankings, batch)
                 results[batch] = self._cell(spec, batch, plans, natives[batch], [], attempt)
         return list(results.values())
+
+    def served_cells(self, work: Work, served: Mapping[tuple[Spec, int], Plan]) -> list[CellResult]:
+        """Time given plans of one spec and its native baseline, at every batch.
+
+        Raises:
+            GateError: One of them is numerically wrong here.
+        """
+        spec = work.spec
+        self._stage = spec.key
+        results = []
+        for batch in batches_of(work):
+            step, native = served[spec, batch], served[spec.native, batch]
+            for of, plan in ((spec, step), (spec.native, native)):
+                verdict = self._gated(of, plan)
+                if verdict:
+                    raise GateError(
+                        f"a served plan fails the gate: {verdict}",
+                        where=f"{of.key}@{batch}: {plan.key}",
+                        hint="tune this shape anew on this GPU",
+                    )
+            results.append(self._cell(spec, batch, [step], (Ranked(native.variants[0], 0.0),), []))
+        return results
 
     def _search(
         self, spec: Spec, candidates: Candidates, role: str, batches: Sequence[int]
@@ -312,11 +335,22 @@ class MeasuredTune:
             result.effective_batch,
             result.verdict.time_us,
             result.verdict.noise_floor,
-            state * (1 + 1 / result.spec.window),
+            round(state * (1 + 1 / result.spec.window)),
         )
 
     def _measured(self, event: Measured) -> None:
-        self._report(Event(f"{event.stage} {self._stage}", event.done, event.total, event.measurement.cell.key.rpartition("@")[2]))
+        batch = event.measurement.cell.effective_batch
+        self._report(Event(f"{event.stage} {self._stage}", event.done, event.total, f"batch {batch}"))
+
+
+def _compose(spec: Spec, rankings: Mapping[str, Mapping[int, Ranking]], batch: int) -> tuple[Plan, ...]:
+    both, nonflush, flush = (rankings[role][batch] for role in ("both", "nonflush", "flush"))
+    return compose(spec, both, nonflush, flush)
+
+
+def batches_of(work: Work) -> list[int]:
+    """The effective batches that ``work`` is measured at: whole groups and sequences."""
+    return sorted({shape_for(work.spec, batch).effective_batch for batch in work.effective_batches})
 
 
 def gate_plan(spec: Spec, variant: Variant) -> Plan:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Roof kernels: what the memory allows for the same bytes, measured beside the real kernels."""
 
 from __future__ import annotations

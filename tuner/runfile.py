@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..codegen.files import write_atomically
+from ..codegen.files import write
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
 from .records import Environment
@@ -42,7 +42,7 @@ def run_data(
             "repeats_final": FINAL_REPEATS,
             "repeats_screening": SETTINGS.repeats,
             "race": asdict(RULES),
-            "mix": "flush phases spread evenly over rows, shifted by one per layer; one accepted token a step",
+            "mix": "flush phases spread evenly over rows, shifted by one per layer; one token a step",
             "nonflush": "window // 2 live ring tokens",
         },
         "cells": [_cell_data(cell) for cell in cells],
@@ -90,7 +90,7 @@ def write_run(folder: Path, data: dict[str, Any]) -> Path:
     """
     name = f"{data['date']}-{data['gpu'].lower().replace(' ', '-')}-{data['what']}.json"
     path = folder / name
-    write_atomically(path, json.dumps(_rounded(data), indent=1) + "\n")
+    write(path, json.dumps(_rounded(data), indent=1) + "\n")
     return path
 
 

@@ -91,7 +91,7 @@ class Store:
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(error) from error
 
-    def __enter__(self) -> Store:  # noqa: PYI034
+    def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -101,7 +101,10 @@ class FakeBench:
     def exact(self, cell: Cell, variants: tuple[Variant, ...], mode: str) -> float:
         """Time without noise, µs."""
         if len(variants) == 2:
-            a, b = (_kernel_us(v, cell.effective_batch, m) for v, m in zip(variants, ("nonflush", "flush")))
+            a, b = (
+                _kernel_us(v, cell.effective_batch, m)
+                for v, m in zip(variants, ("nonflush", "flush"), strict=False)
+            )
             return a * 15 / 16 + b / 16 + 0.4
         return _kernel_us(variants[0], cell.effective_batch, mode)
 

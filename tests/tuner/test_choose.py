@@ -6,7 +6,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-from tests.tuner.fake_bench import GPU, SPEC, FakeBench, default, default_plan, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from replayssm_tune.tuner.meter import Budget, Meter
 from replayssm_tune.tuner.records import Cell
 from replayssm_tune.tuner.search import Space, compose, search
 from replayssm_tune.tuner.store import Store
+from tests.tuner.fake_bench import GPU, SPEC, FakeBench, default, default_plan, variants
 
 CELL = Cell(SPEC, 1024)
 PLANS = tuple(Plan((v,)) for v in variants("both"))
@@ -65,9 +65,11 @@ def test_winner_is_never_worse_than_the_default_beyond_the_floor(
         verdict = tune(FakeBench(noise=noise, seed=seed), tmp_path / str(seed), batch)
         gain = exact(default_plan(), batch) / exact(verdict.winner, batch) - 1
         assert gain >= -verdict.noise_floor
-        assert verdict.margin is not None and verdict.default_time_us is not None
+        assert verdict.margin is not None
+        assert verdict.default_time_us is not None
         assert verdict.margin == pytest.approx(gain, abs=max(0.01, 2 * verdict.noise_floor))
-        assert verdict.kind in ("winner", "tie") and verdict.margin > max(0.01, verdict.noise_floor)
+        assert verdict.kind in ("winner", "tie")
+        assert verdict.margin > max(0.01, verdict.noise_floor)
 
 
 def test_tuned_twice_the_same_cell_differs_by_at_most_the_floor(tmp_path: Path) -> None:
@@ -78,13 +80,16 @@ def test_tuned_twice_the_same_cell_differs_by_at_most_the_floor(tmp_path: Path) 
         floor = max(v.noise_floor for v in verdicts)
         excess += [time / min(times) - 1 - floor for time in times]
     # A floor is itself an estimate: one in eight may miss by a little, none by much.
-    assert statistics.quantiles(excess, n=8)[-1] <= 0.005 and max(excess) <= 0.01
+    assert statistics.quantiles(excess, n=8)[-1] <= 0.005
+    assert max(excess) <= 0.01
 
 
 def test_default_wins_when_nothing_beats_it_by_one_percent(tmp_path: Path) -> None:
     times = {default_plan(): 100.0, **dict(zip(PLANS[1:6], (99.6, 99.5, 101, 102, 105), strict=True))}
     verdict = decide(TableBench(times, noise=0.0005), tmp_path / "s", PLANS[1:6])
-    assert verdict.winner == default_plan() and verdict.kind == "default" and verdict.margin == 0.0
+    assert verdict.winner == default_plan()
+    assert verdict.kind == "default"
+    assert verdict.margin == 0.0
     assert "nothing beats the default by 1.0%" in verdict.reason
     assert verdict.time_us == verdict.default_time_us == statistics.median(verdict.samples_us)
 
@@ -99,7 +104,8 @@ def test_noise_does_not_make_a_winner(tmp_path: Path) -> None:
 def test_a_slow_default_stays_to_the_end(tmp_path: Path) -> None:
     times = {default_plan(): 400.0, PLANS[7]: 80.0}
     verdict = decide(TableBench(times), tmp_path / "s", PLANS)
-    assert verdict.winner == PLANS[7] and verdict.kind == "winner"
+    assert verdict.winner == PLANS[7]
+    assert verdict.kind == "winner"
     assert verdict.default_time_us == pytest.approx(400, rel=0.03)
     assert verdict.margin == pytest.approx(4.0, rel=0.03)
 
@@ -114,7 +120,9 @@ def test_within_a_tie_incumbent_then_neighbour_then_simplest(tmp_path: Path) -> 
         return decide(bench, tmp_path / name, (plain, fancy, simple), rules=rules, **options)
 
     verdict = winner("a")
-    assert verdict.winner == simple and verdict.kind == "tie" and "simplest of 3" in verdict.reason
+    assert verdict.winner == simple
+    assert verdict.kind == "tie"
+    assert "simplest of 3" in verdict.reason
     assert verdict.tied == tuple(sorted(p.key for p in (simple, plain, fancy)))
     assert winner("b", neighbours=(PLANS[30], plain)).winner == plain
     assert winner("c", neighbours=(plain,), incumbent=fancy).winner == fancy
@@ -140,27 +148,33 @@ def test_failures_in_any_phase_are_reported_not_raised(tmp_path: Path) -> None:
     times = {default_plan(): 120.0, PLANS[5]: 90.0, PLANS[6]: 95.0}
     bench = TableBench(times, **{PLANS[5].key: "crash"})
     verdict = decide(bench, tmp_path / "a", PLANS[5:9])
-    assert verdict.winner == PLANS[6] and verdict.failed == ((PLANS[5].key, "crash: fake crash"),)
+    assert verdict.winner == PLANS[6]
+    assert verdict.failed == ((PLANS[5].key, "crash: fake crash"),)
 
     class Late(TableBench):
         def status(self, variants: tuple[Variant, ...]) -> str:
             return "timeout" if len(self.calls) > 30 and variants == PLANS[5].variants else "ok"
 
     verdict = decide(Late(times), tmp_path / "b", PLANS[5:9])
-    assert verdict.winner == PLANS[6] and verdict.failed[0][1] == "timeout: fake timeout"
+    assert verdict.winner == PLANS[6]
+    assert verdict.failed[0][1] == "timeout: fake timeout"
 
 
 def test_without_a_default_the_fastest_wins_and_the_reason_says_so(tmp_path: Path) -> None:
     bench = TableBench({PLANS[5]: 90.0}, **{default_plan().key: "resources"})
     verdict = decide(bench, tmp_path / "s", PLANS[5:9])
-    assert verdict.winner == PLANS[5] and verdict.margin is None and verdict.default_time_us is None
+    assert verdict.winner == PLANS[5]
+    assert verdict.margin is None
+    assert verdict.default_time_us is None
     assert "the default did not run (resources" in verdict.reason
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
     bench = TableBench({}, **{plan.key: "crash" for plan in (default_plan(), *PLANS[:3])})
     verdict = decide(bench, tmp_path / "s", PLANS[:3])
-    assert verdict.winner is None and verdict.kind == "none" and "crash: fake crash" in verdict.reason
+    assert verdict.winner is None
+    assert verdict.kind == "none"
+    assert "crash: fake crash" in verdict.reason
 
 
 @pytest.mark.parametrize("stop_after", [3, 40, 90])
@@ -176,7 +190,8 @@ def test_an_interrupted_race_resumes_to_the_same_verdict(tmp_path: Path, stop_af
     assert decide(second, tmp_path / "b", PLANS[:20]) == expected
     assert first.calls + second.calls == whole.calls
     again = bench()
-    assert decide(again, tmp_path / "b", PLANS[:20]) == expected and again.calls == []
+    assert decide(again, tmp_path / "b", PLANS[:20]) == expected
+    assert again.calls == []
     assert decide(again, tmp_path / "b", PLANS[:20], attempt=1) == expected
     assert len(again.calls) == len(whole.calls)
 
@@ -196,7 +211,8 @@ def test_screened_times_of_the_search_are_not_measured_again(tmp_path: Path) -> 
 def test_a_spent_budget_still_ends_in_a_final(tmp_path: Path) -> None:
     bench = TableBench({PLANS[5]: 50.0})
     verdict = decide(bench, tmp_path / "s", PLANS[5:9], budget=Budget(points=3))
-    assert verdict.winner == PLANS[5] and len(verdict.samples_us) > 0
+    assert verdict.winner == PLANS[5]
+    assert len(verdict.samples_us) > 0
     assert len(bench.calls) <= 3 + 2 * 8 * 4
 
 
@@ -220,7 +236,8 @@ def test_simplicity_prefers_fewer_launches_then_plainer_kernels() -> None:
     order = [Plan((point,)), Plan((heads,)), Plan((dot,)), default_plan(), pair]
     shuffled = random.Random(1).sample(order, len(order))
     ranked = sorted(shuffled, key=simplicity)
-    assert ranked[:3] == order[:3] and set(ranked[3:]) == set(order[3:])
+    assert ranked[:3] == order[:3]
+    assert set(ranked[3:]) == set(order[3:])
 
 
 def test_suspects_of_a_curve() -> None:
@@ -234,7 +251,8 @@ def test_suspects_of_a_curve() -> None:
     assert set(suspects(points(4.0, 9.0, 8.0, 16.0))) == {32, 64}
     assert set(suspects(points(20.0, 10.0, 16.0, 30.0))) == {16, 32, 64}
     above = suspects(points(4.0, 5.0, 8.0), peak_gbps=7_000)
-    assert set(above) == {64} and "8000 GB/s" in above[64]
+    assert set(above) == {64}
+    assert "8000 GB/s" in above[64]
 
 
 def test_the_fastest_native_is_chosen_likewise(tmp_path: Path) -> None:

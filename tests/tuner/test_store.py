@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayssm_tune.tuner.errors import StoreError
 from replayssm_tune.tuner.records import Cell, Measurement, axes, parse_subject, subject_key
-from replayssm_tune.tuner.store import Store
+from replayssm_tune.tuner.store import Store, StoreError
 from tests.tuner.fake_bench import GPU, SPEC, default, variants
 
 CELL = Cell(SPEC, 128)
@@ -76,7 +75,8 @@ def test_another_gpu_is_refused(tmp_path: Path, change: dict[str, object]) -> No
     other = dataclasses.replace(GPU, **change)
     with pytest.raises(StoreError, match="choose another store") as error:
         Store(tmp_path / "s", other)
-    assert GPU.device in str(error.value) and other.device in str(error.value)
+    assert GPU.device in str(error.value)
+    assert other.device in str(error.value)
 
 
 @given(tail=st.binary(min_size=1, max_size=80).map(lambda b: b.replace(b"\n", b"")))
@@ -163,7 +163,8 @@ def test_another_process_is_seen_after_refresh(tmp_path: Path) -> None:
     assert one.refresh() == 1
     assert one.find(CELL, "nonflush", POINT.subject) is not None
     one.add(dataclasses.replace(POINT, tag="1"))
-    assert two.refresh() == 1 and one.refresh() == 0
+    assert two.refresh() == 1
+    assert one.refresh() == 0
 
 
 def test_unlisted_values_do_not_stop_a_store(tmp_path: Path) -> None:

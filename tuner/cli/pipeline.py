@@ -19,8 +19,8 @@ class Pipeline(Protocol):
     def plan(self, job: Job, report: Report) -> Planned:
         """Enumerate and cross-compile; drop what cannot run, with reasons. Times nothing."""
 
-    def tune(self, job: Job, report: Report) -> Tuned:
-        """The whole job: plan, gate, search or rank, choose, write kernels and table."""
+    def tune(self, job: Job, report: Report, results: Path | None = None) -> Tuned:
+        """The whole job: plan, gate, search or rank, choose, write kernels, table and run file."""
 
     def generate(self, folder: Path | None, report: Report) -> Emitted:
         """Render the kernels that a folder's tables name (None: the installed one's). Times nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,8 +18,14 @@ from .exit_codes import ExitCode
 @options.budget_option
 @options.store_option
 @options.output_option
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Also record what was measured as a run file in this folder.",
+)
 @options.result_options
-def tune(as_json: bool, **values: Any) -> int:
+def tune(as_json: bool, results: Path | None, **values: Any) -> int:
     """Plan, compile, gate, search and emit: kernels and a dispatch table for one GPU.
 
     Without the GPU the table is static: compiled, analysed and ranked, not timed. An interrupted
@@ -29,7 +36,7 @@ def tune(as_json: bool, **values: Any) -> int:
     job = options.build_job(**values)
     output.announce(job)
     with progress.progress() as notify:
-        tuned = pipeline.load().tune(job, notify)
+        tuned = pipeline.load().tune(job, notify, results)
     data = report.tuned_info(tuned)
     output.emit(data, report.draw_tuned, as_json)
     if tuned.missing:

@@ -1,0 +1,276 @@
+"""What the verbs do: the pipeline behind the command line (see ``cli/pipeline.py``)."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from .. import __version__
+from ..codegen.compile import Compiled, CompilePool, check_toolchain
+from ..codegen.emit import emit
+from ..codegen.targets import Gpu
+from ..runtime.defaults import default_plan
+from ..runtime.lookup import Lookup, shipped_tables, user_tables
+from ..runtime.plan import Variant
+from ..runtime.spec import Spec
+from ..runtime.table import Row, Table, Toolchain, load
+from . import runfile
+from .check import check
+from .generate import generate
+from .gpu_bench import GpuBench
+from .measured import (
+    Candidates,
+    CellResult,
+    MeasuredTune,
+    batches_of,
+    cache_folder,
+    compile_candidates,
+    native_row_of,
+    row_of,
+    spec_jobs,
+    workers,
+)
+from .progress import Report
+from .records import Environment
+from .report import Planned, Served, SpecPlan, Tuned
+from .request import Job, Work
+from .store import Store
+
+__all__ = ["bench", "check", "generate", "plan", "tune"]
+
+COMPILE_TIMEOUT_S = 60.0
+SECONDS_PER_COMPILE = 0.9
+"""CPU time of one point, for estimates: read off recorded runs."""
+SECONDS_PER_CELL = 4.0
+"""Time of one cell's search and race on the GPU, for estimates: read off recorded runs."""
+
+
+def plan(job: Job, report: Report) -> Planned:
+    """Enumerate and cross-compile; drop what cannot run, with reasons. Times nothing.
+
+    Raises:
+        ToolchainError: Triton, its assembler or a C compiler is missing.
+    """
+    check_toolchain()
+    gpu = job.target.gpu
+    found: dict[Spec, Candidates] = {}
+    with CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool:
+        collections.deque(compile_candidates(job.work, pool, gpu, found, report), maxlen=0)
+    estimate_s = None
+    if job.target.measured:
+        cells = sum(len(work.effective_batches) for work in job.work)
+        estimate_s = len(spec_jobs(job.work)) * SECONDS_PER_COMPILE / workers() + cells * SECONDS_PER_CELL
+    return Planned(
+        gpu=gpu.name,
+        static=not job.target.measured,
+        specs=_spec_plans(job.work, found),
+        estimate_s=estimate_s,
+        notes=(job.target.note, *job.notes),
+    )
+
+
+def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
+    """The whole job: compile, gate, search or rank, choose, write kernels and table.
+
+    Args:
+        results: Where a measured run also records its figures; None records none.
+
+    Raises:
+        GateError: A default plan is numerically wrong here.
+        StoreError: The store belongs to another GPU, or cannot be written.
+        ToolchainError: Triton, its assembler or a C compiler is missing.
+        EmitError: The output folder cannot be written.
+    """
+    check_toolchain(launching=job.target.measured)
+    if not job.target.measured:
+        return _static(job, report)
+    began = time.monotonic()
+    gpu = job.target.gpu
+    rows: list[Row] = []
+    cells: list[CellResult] = []
+    with (
+        CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool,
+        GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
+        Store(job.store, gpu_bench.environment) as store,
+    ):
+        environment = gpu_bench.environment
+        tuning = MeasuredTune(job, gpu_bench, store, report)
+        found = tuning.prepare(pool)
+        pool.close()
+        for work in job.work:
+            step, native = found[work.spec], found[work.spec.native]
+            results_of_work = tuning.cells(work, step, native)
+            cells += results_of_work
+            rows += _rows(results_of_work, step, native, environment.triton)
+    table = _table(gpu, environment, rows)
+    emission = emit(job.output, table)
+    minutes = (time.monotonic() - began) / 60
+    notes = [job.target.note, *job.notes]
+    if results is not None:
+        path = _record("tune", job, environment, cells, {"tune_minutes": minutes}, results)
+        notes.append(f"recorded in {path}")
+    return Tuned(
+        table=load(emission.table_path),
+        table_path=str(emission.table_path),
+        modules=_modules(job.output),
+        specs=_spec_plans(job.work, found),
+        served=_served(job, gpu, load(emission.table_path)),
+        missing=tuple(f"{c.spec.key}@{c.effective_batch}" for c in cells if c.verdict.winner is None),
+        gate_failures=tuple(f for c in found.values() for f in c.gate_failures),
+        minutes=minutes,
+        store=str(job.store),
+        notes=tuple(notes),
+    )
+
+
+def bench(job: Job, results: Path, report: Report) -> Tuned:
+    """Time the served rows beside roof, native and default; write a run file into ``results``.
+
+    Nothing is remembered: every figure of the run file comes from this run.
+
+    Raises:
+        GateError: A served kernel is numerically wrong here.
+        ToolchainError: Triton, its assembler or a C compiler is missing.
+        EmitError: The folder of results cannot be written.
+    """
+    check_toolchain(launching=True)
+    began = time.monotonic()
+    gpu = job.target.gpu
+    lookup = Lookup(shipped_tables(), user_tables())
+    served = {
+        (spec, batch): lookup.find(spec, batch, gpu.info).plan
+        for work in job.work
+        for spec in (work.spec, work.spec.native)
+        for batch in batches_of(work)
+    }
+    kernels = {
+        (spec, v) for (spec, _), p in served.items() for v in (*p.variants, *default_plan(spec).variants)
+    }
+    cells: list[CellResult] = []
+    rows: list[Row] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="replayssm-bench-") as folder,
+        CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool,
+        GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
+        Store(Path(folder) / "store", gpu_bench.environment) as store,
+    ):
+        environment = gpu_bench.environment
+        compiled = {(result.spec, result.variant): result for result in pool.run(sorted(kernels))}
+        pool.close()
+        tuning = MeasuredTune(job, gpu_bench, store, report)
+        for work in job.work:
+            cells += tuning.served_cells(work, served)
+        for cell in cells:
+            of_step = functools.partial(_compiled, compiled, cell.spec)
+            rows += filter(None, [row_of(cell, of_step, environment.triton)])
+    path = _record("bench", job, environment, cells, {}, results)
+    return Tuned(
+        table=_table(gpu, environment, rows),
+        table_path=str(path),
+        modules=0,
+        specs=(),
+        minutes=(time.monotonic() - began) / 60,
+        notes=(job.target.note, *job.notes, f"recorded in {path}"),
+    )
+
+
+def _compiled(found: Mapping[tuple[Spec, Variant], Compiled], spec: Spec, variant: Variant) -> Compiled:
+    return found[spec, variant]
+
+
+def _record(
+    what: str,
+    job: Job,
+    environment: Environment,
+    cells: Sequence[CellResult],
+    totals: Mapping[str, float],
+    folder: Path,
+) -> Path:
+    models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
+    scope = ", ".join(models)
+    name = f"{what}-{'-'.join(models)}"
+    data = runfile.run_data(name, job.target.gpu.name, environment, cells, {**totals, "scope": scope})
+    return runfile.write_run(folder, data)
+
+
+def _static(job: Job, report: Report) -> Tuned:
+    from .static import static_tune
+
+    began = time.monotonic()
+    gpu = job.target.gpu
+    result = static_tune(job, cache_folder(job.store), workers(), report)
+    toolchain = Toolchain(triton=triton.__version__, torch=torch.__version__, driver="")
+    table = Table(gpu.info, toolchain, "static", __version__, runfile.today(), tuple(result.rows))
+    emission = emit(job.output, table)
+    written = load(emission.table_path)
+    wanted = {(row.spec, row.effective_batch) for row in written.rows}
+    return Tuned(
+        table=written,
+        table_path=str(emission.table_path),
+        modules=_modules(job.output),
+        specs=result.specs,
+        served=_served(job, gpu, written),
+        sisters=_sisters(written),
+        missing=tuple(
+            f"{w.spec.key}@{b}" for w in job.work for b in w.effective_batches if (w.spec, b) not in wanted
+        ),
+        gate_failures=result.gate_failures,
+        minutes=(time.monotonic() - began) / 60,
+        static_share=result.share,
+        notes=(job.target.note, *job.notes, *result.notes),
+    )
+
+
+def _rows(cells: Iterable[CellResult], step: Candidates, native: Candidates, version: str) -> list[Row]:
+    rows = []
+    for cell in cells:
+        rows.append(row_of(cell, step.compiled.__getitem__, version))
+        rows.append(native_row_of(cell, native.compiled.__getitem__, version))
+    return [row for row in rows if row is not None]
+
+
+def _table(gpu: Gpu, environment: Environment, rows: Sequence[Row]) -> Table:
+    toolchain = Toolchain(environment.triton, environment.torch, environment.driver)
+    return Table(gpu.info, toolchain, "measured", __version__, runfile.today(), tuple(rows))
+
+
+def _spec_plans(work: Iterable[Work], found: Mapping[Spec, Candidates]) -> tuple[SpecPlan, ...]:
+    return tuple(
+        found[spec].plan(item.effective_batches)
+        for item in work
+        for spec in (item.spec, item.spec.native)
+        if spec in found
+    )
+
+
+def _served(job: Job, gpu: Gpu, written: Table) -> tuple[Served, ...]:
+    """What dispatch serves once ``written`` stands in the user's folder."""
+    lookup = Lookup(shipped_tables(), (written,))
+    served = []
+    for work in job.work:
+        for batch in work.effective_batches:
+            found = lookup.find(work.spec, batch, gpu.info)
+            served.append(Served(work.spec, batch, found.plan, found.step, found.reason))
+    return tuple(served)
+
+
+def _sisters(table: Table) -> dict[tuple[str, int], tuple[str, Row]]:
+    """For static rows: the measured row that another GPU's table would serve."""
+    lookup = Lookup(shipped_tables())
+    found = {}
+    for row in table.rows:
+        hit = lookup.find(row.spec, row.effective_batch, table.gpu)
+        if hit.row is not None and hit.row.source == "measured":
+            found[row.spec.key, row.effective_batch] = (hit.reason, hit.row)
+    return found
+
+
+def _modules(output: Path) -> int:
+    return len(list((output / "kernels").glob("*.py")))
