@@ -36,8 +36,9 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from ..runtime.errors import ReplayError, SpecError
+from ..runtime.errors import SpecError
 from ..runtime.spec import Spec
+from .errors import StoreError
 from .records import Cell, Environment, Measurement, axes, parse_subject
 
 _PREFIX: Final = "replayssm1"
@@ -58,10 +59,6 @@ _CHOICES: Final[dict[str, tuple[str | int | bool, ...]]] = {
 }
 """Values of an axis as the dashboard shows them (others as "other"; the subject has the truth).
 They do not follow the space of the day: Optuna refuses a parameter whose choices change."""
-
-
-class StoreError(ReplayError, RuntimeError):
-    """A store that cannot be opened, read or written, or that belongs to another GPU."""
 
 
 class Store:

@@ -38,7 +38,7 @@ class Tuner:
         self._called("plan", job, report)
         return Planned(job.target.gpu.name, not job.target.measured, samples.tuned().specs)
 
-    def tune(self, job, report):
+    def tune(self, job, report, results=None):
         self._called("tune", job, report)
         return self.tuned
 
@@ -248,7 +248,9 @@ def test_tables_are_shown_and_explained(call, tuner, tmp_path):
 
 def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call, tmp_path, monkeypatch):
     layer = ("--gpu", "H100", "--model", "nemotron-3-super-120b-a12b", "--tp", "1", "--state-dtype", "fp32")
-    shipped = samples.table(samples.measured_row(4096), gpu=targets.find("H200").info)
+    shipped = samples.table(
+        samples.measured_row(128), samples.measured_row(4096), gpu=targets.find("H200").info
+    )
     monkeypatch.setattr("replayssm_tune.tuner.tables.shipped_tables", lambda strict: (shipped,))
     save(samples.table(samples.measured_row(128), gpu=targets.find("H100").info), tmp_path / "mine.json")
     monkeypatch.setenv("REPLAYSSM_TABLE_DIR", str(tmp_path))
@@ -256,7 +258,7 @@ def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call
     assert code == 0
     lines = out.splitlines()
     assert "user's table for H100 SXM: 1 rows, measured" in lines
-    assert "package's table for H200: 1 rows, measured" in lines
+    assert "package's table for H200: 2 rows, measured" in lines
     steps = [line.split()[0].rstrip(":") for line in lines if line.startswith("    ")]
     serving = [line for line in lines if line.startswith("  * ")]
     assert [line.split()[1] for line in serving] == ["user", "sister"]

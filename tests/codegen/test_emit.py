@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_the_old_state_and_no_parts(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     other = dataclasses.replace(samples.SPEC, head_dim=80)
     with pytest.raises(files.EmitError, match="No space left") as error:
         emit.emit(tmp_path, samples.table(row(spec=other)))

@@ -136,7 +136,9 @@ def test_installed_package_reads_its_own_files(site: Path):
 def test_wheel_has_the_console_script(dist: Path):
     with zipfile.ZipFile(the_one("*.whl", dist)) as wheel:
         (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-        assert "replayssm-tune = replayssm_tune.tuner.cli:main" in wheel.read(entry_points).decode()
+        text = wheel.read(entry_points).decode()
+    assert "replayssm-tune = replayssm_tune.tuner.cli:main" in text
+    assert "[replayssm.renderers]\ndefault = replayssm_tune.codegen.cache:render_to_cache" in text
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])

@@ -16,7 +16,7 @@ from replayssm_tune.runtime.table import Binary, Toolchain
 from replayssm_tune.tuner import check as checking
 from replayssm_tune.tuner import formats, generate, report
 from replayssm_tune.tuner.errors import UsageError
-from replayssm_tune.tuner.progress import silent
+from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.report import Finding
 from tests.runtime import table_samples as samples
 
@@ -145,7 +145,8 @@ def test_a_default_that_does_not_compile_is_found_though_no_row_has_it(folder):
 def test_kernels_are_compiled_once_for_all_gpus_of_a_target(folder):
     emit.emit(folder, samples.table(row(128), gpu=samples.H100))
     emit.emit(folder, samples.table(row(128), gpu=samples.A100))
-    compiler, events = Compiler(), []
+    compiler = Compiler()
+    events: list[Event] = []
     checked = checking.check([folder], events.append, compiler=compiler)
     assert [len(kernels) for _, kernels in compiler.calls] == [2, 2]
     assert checked.counts["kernels"] == 4
@@ -223,7 +224,7 @@ def test_a_folder_without_tables(tmp_path):
 
 def test_real_compilation_gives_what_was_recorded(folder):
     kernel = (SMALL, PLAN.variants[0])
-    told = []
+    told: list[int] = []
     made = checking.compile_all(targets.find("H200"), [kernel], told.append)
     assert told == [1]
     binary = made[kernel]
