@@ -200,7 +200,7 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
     from triton.backends.compiler import GPUTarget
 
     from ..runtime.build import compile_kernel
-    from ..runtime.compiled import load_module
+    from ..runtime.modules import load_module
 
     start = time.monotonic()
     target = triton_target(gpu)
@@ -480,7 +480,7 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> Non
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         check_toolchain()
-        importlib.import_module("..runtime.compiled", __package__)
+        importlib.import_module("..runtime.build", __package__)
         pipe.send(None)
     except ToolchainError as error:
         pipe.send(error)
