@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from replayssm_tune.codegen import compile as compile_module
 from replayssm_tune.codegen import targets
 from replayssm_tune.codegen.compile import (
     Compiled,
@@ -66,7 +67,7 @@ def test_every_architecture_compiles_on_this_machine(compiled):
         for kernel in result.kernels:
             assert 16 <= kernel.registers <= 255
             assert 100 < kernel.instructions < 20_000
-            assert kernel.size_bytes > 16 * kernel.instructions
+            assert kernel.size_bytes == 16 * kernel.instructions
             assert len(kernel.digest) == 16
         assert result.step.shared_bytes <= 227 * 1024
 
@@ -78,8 +79,8 @@ def test_architectures_have_binaries_of_their_own(compiled):
 
 
 def test_a_pipelined_state_lies_in_shared_memory(compiled):
-    """Two stages of a whole fp32 state tile."""
-    assert compiled[(9, 0), SAMPLE[2][1]].step.shared_bytes >= 2 * 64 * 128 * 4
+    """One fp32 tile on its way while another one is read."""
+    assert compiled[(9, 0), SAMPLE[2][1]].step.shared_bytes >= 64 * 128 * 4
 
 
 def test_launching_finds_the_binaries_in_the_cache(compiled, cache_dir, monkeypatch):
@@ -94,7 +95,7 @@ def test_launching_finds_the_binaries_in_the_cache(compiled, cache_dir, monkeypa
     for spec, variant in SAMPLE:
         module = load_module(rendered(cache_dir / "modules")(spec, variant.structure))
         kernel = compile_kernel(module.step, spec, variant, GPUTarget("cuda", 90, 32), aligned=True)
-        assert len(kernel.asm["cubin"]) == compiled[(9, 0), variant].step.size_bytes
+        assert kernel.metadata.shared == compiled[(9, 0), variant].step.shared_bytes
     assert sorted((cache_dir / "triton").rglob("*")) == before
 
 
@@ -146,9 +147,9 @@ def test_a_crash_is_a_result_and_the_next_job_gets_a_new_process(cache_dir):
 
 
 def test_leaving_early_ends_the_workers(tmp_path):
-    with pytest.raises(KeyError), CompilePool(H200, 1, 120.0, tmp_path) as pool:
+    with CompilePool(H200, 1, 120.0, tmp_path) as pool:
         for _ in pool.run(SAMPLE):
-            raise KeyError
+            break
     assert not processes()
 
 
@@ -185,14 +186,9 @@ def test_an_interrupt_leaves_no_process(tmp_path):
 
 
 def test_a_missing_assembler_is_named(monkeypatch):
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/nowhere/ptxas")
-    monkeypatch.setattr(subprocess, "run", _fails)
+    monkeypatch.setattr(compile_module, "_tool", lambda name: f"/nowhere/{name}")
     with pytest.raises(ToolchainError, match=r"ptxas.*install triton again"):
         check_toolchain()
-
-
-def _fails(*_, **__):
-    raise FileNotFoundError("no such program")
 
 
 def test_a_missing_c_compiler_matters_only_for_launches(monkeypatch, tmp_path):
