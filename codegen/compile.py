@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.errors import CompileError, ReplayError
+from ..runtime.errors import CompileError, ReplayError, ToolchainError
 from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Binary
@@ -129,10 +129,6 @@ class Drop:
     detail: str = ""
 
 
-class CompilerMissingError(ReplayError, RuntimeError):
-    """Triton, its assembler or a C compiler is missing or does not start."""
-
-
 def select(
     results: Iterable[Compiled], limits: Limits, keep: Variant | None = None
 ) -> tuple[tuple[Compiled, ...], tuple[Drop, ...]]:
@@ -196,11 +192,15 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
 
     Args:
         modules: Folder for rendered modules.
+
+    Raises:
+        ToolchainError: The compiler cannot be run, or the cache cannot be written.
+        EmitError: The module cannot be written.
     """
     from triton.backends.compiler import GPUTarget
 
     from ..runtime.build import compile_kernel
-    from ..runtime.compiled import load_module
+    from ..runtime.modules import load_module
 
     start = time.monotonic()
     target = triton_target(gpu)
@@ -212,6 +212,12 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
         try:
             kernel = compile_kernel(getattr(module, name), spec, variant, gpu_target, tiled=name == "step")
         except CompileError as error:
+            if isinstance(error.__cause__, OSError):
+                raise ToolchainError(
+                    f"the compiler cannot work: {error.__cause__}",
+                    where=f"cache {os.environ.get('TRITON_CACHE_DIR', '~/.triton')}",
+                    hint="make room there and check its rights",
+                ) from error
             reason = str(error)
             return Compiled(spec, variant, (), "compile", reason, time.monotonic() - start)
         kernels.append(_inspect(name, kernel))
@@ -225,32 +231,37 @@ def check_toolchain(launching: bool = False) -> str:
         launching: Kernels are also to be launched: Triton then builds a launcher in C.
 
     Raises:
-        CompilerMissingError: Something is missing or does not start; the message says what to install.
+        ToolchainError: Something is missing or does not start; the message says what to install.
     """
     if importlib.util.find_spec("triton") is None:
-        raise CompilerMissingError(
+        raise ToolchainError(
             "triton is not installed", hint="install it (on Linux: pip install triton), or torch with it"
         )
     import triton
 
-    tools = triton.knobs.nvidia
     for name in ("ptxas", "cuobjdump"):
         try:
-            tool = getattr(tools, name).path
-            subprocess.run([tool, "--version"], check=True, capture_output=True, timeout=60)
+            subprocess.run([_tool(name), "--version"], check=True, capture_output=True, timeout=60)
         except Exception as error:
-            raise CompilerMissingError(
+            raise ToolchainError(
                 f"{name}, which comes with triton {triton.__version__}, does not start: {error}",
                 hint=f"install triton again, or point TRITON_{name.upper()}_PATH at one that works",
             ) from error
     if launching:
         compiler = os.environ.get("CC") or "cc"
         if not any(shutil.which(name) for name in (compiler, "clang", "gcc")):
-            raise CompilerMissingError(
+            raise ToolchainError(
                 f"no C compiler ({compiler}, clang or gcc): triton builds launchers with it",
                 hint="install gcc or clang, or set CC",
             )
     return str(triton.__version__)
+
+
+def _tool(name: str) -> str:
+    """Path of one of the vendor's tools that come with triton."""
+    import triton
+
+    return str(getattr(triton.knobs.nvidia, name).path)
 
 
 def _inspect(name: str, kernel: CompiledKernel) -> KernelBinary:
@@ -273,19 +284,14 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes a thread, as the vendor's tool reads them."""
-    import triton
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        command = [_tool("cuobjdump"), "-res-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     usage = _USAGE.search(text)
     if usage is None:
-        raise CompilerMissingError(
-            f"cuobjdump of triton {triton.__version__} names no registers",
-            hint="use a triton of the tested range",
-        )
+        raise ToolchainError("cuobjdump names no registers", hint="use a version of triton that is allowed")
     return int(usage[1]), int(usage[2])
 
 
@@ -356,7 +362,8 @@ class CompilePool:
         Leaving the iterator, by an exception too, ends the workers that are busy.
 
         Raises:
-            CompilerMissingError: The toolchain does not work.
+            ToolchainError: The toolchain does not work, or the cache cannot be written.
+        EmitError: A module cannot be written.
         """
         source = iter(jobs)
         busy = self._busy
@@ -445,8 +452,7 @@ class _Worker:
         if answer is None:
             self._serves, self._started_s = True, time.monotonic()
             return None
-        if isinstance(answer, CompilerMissingError):
-            self.kill()
+        if isinstance(answer, ReplayError):
             raise answer
         assert isinstance(answer, Compiled)
         return answer
@@ -474,10 +480,10 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> Non
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         check_toolchain()
-        importlib.import_module("..runtime.compiled", __package__)
+        importlib.import_module("..runtime.build", __package__)
         pipe.send(None)
-    except CompilerMissingError as error:
-        pipe.send(CompilerMissingError(error.what, where=error.where, hint=error.hint))
+    except ToolchainError as error:
+        pipe.send(error)
         return
     while True:
         try:
@@ -485,8 +491,11 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> Non
         except (EOFError, OSError):
             return
         start = time.monotonic()
+        answer: Compiled | ReplayError
         try:
             answer = compile_variant(spec, variant, gpu, modules)
+        except ReplayError as error:
+            answer = error
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             answer = Compiled(spec, variant, (), "crash", reason, time.monotonic() - start)

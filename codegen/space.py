@@ -52,7 +52,7 @@ AXES: Final = (
     Axis("block_p", _POWERS, "rows of the state a program holds"),
     Axis("block_n", _POWERS, "columns a read-out loads at a time (early, native: that a thread's row spans)"),
     Axis("fold_block_n", (0, *_POWERS), "columns a fold works on at a time"),
-    Axis("heads_per_program", (1, 2, 4, 6, 8, 12, 16), "heads of a group a program serves in turn"),
+    Axis("heads_per_program", tuple(range(1, 17)), "heads of a group a program serves in turn"),
     Axis("num_warps", (1, 2, 4, 8), "warps of a program"),
     Axis("num_stages", (1, 2, 3, 4), "pipelining depth of the loop over heads"),
     Axis("max_registers", (0, 168), "register cap per thread"),

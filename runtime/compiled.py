@@ -7,11 +7,8 @@ benchmarks all launch through it, so that what is timed is what ships.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from .abi import scratch_size, tensor_arguments
 from .build import ALIGNMENT_BYTES, compile_kernel, constants
+from .modules import load_module
 from .plan import Structure, Variant
 from .spec import Spec
 
@@ -31,19 +29,6 @@ ModuleSource = Callable[[Spec, Structure], Path]
 
 compilations = 0
 """Kernels compiled or loaded by this process; a test counts them over pool layouts."""
-
-
-@functools.cache
-def load_module(path: Path) -> ModuleType:
-    """Import a generated module from its file (Triton reads the source again from there)."""
-    name = f"{__package__}._generated.{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def tensor_strides(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> tuple[int, ...]:

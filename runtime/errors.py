@@ -42,3 +42,7 @@ class DispatchError(ReplayError, LookupError):
 
 class CompileError(ReplayError, RuntimeError):
     """A kernel failed to compile or exceeds the resources of its target."""
+
+
+class ToolchainError(ReplayError, RuntimeError):
+    """Triton, torch or the C compiler is missing or does not work."""

@@ -18,10 +18,10 @@ from torch import Tensor
 from .abi import TensorArgument, tensor_arguments
 from .build import ALIGNMENT_BYTES
 from .checks import Signature
-from .compiled import CompiledPlan, load_module
+from .compiled import CompiledPlan
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .lookup import announce, default_lookup
-from .modules import cursors_path, module_path
+from .modules import cursors_path, load_module, module_path
 from .plan import Plan, Structure
 from .spec import Spec
 from .table import GpuInfo

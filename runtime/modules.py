@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from .abi import CONSTEXPRS, parameters
@@ -40,6 +43,19 @@ def module_name(spec: Spec, structure: Structure) -> str:
 def module_key(spec: Spec, structure: Structure) -> str:
     """What a renderer is asked for: the canonical strings of spec and structure, joined by ``/``."""
     return f"{spec.key}/{structure.key}"
+
+
+@functools.cache
+def load_module(path: Path) -> ModuleType:
+    """Import a generated module from its file (Triton reads the source again from there)."""
+    name = f"{__package__}._generated.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def packaged(folder: Path) -> ModuleSource:

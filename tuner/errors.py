@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..runtime.errors import ReplayError
+from ..runtime.errors import ToolchainError as ToolchainError
 
 
 class UsageError(ReplayError, ValueError):
@@ -31,7 +32,3 @@ class CoverageError(ReplayError, RuntimeError):
 
 class StoreError(ReplayError, RuntimeError):
     """The store of measurements, or a file of results, cannot be used or written."""
-
-
-class ToolchainError(ReplayError, RuntimeError):
-    """Triton, torch or the C compiler is missing or does not work."""

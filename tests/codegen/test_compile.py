@@ -1,0 +1,258 @@
+"""Cross-compiling without a GPU: what comes out, what cannot run, and processes that end."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from replayssm_tune.codegen import compile as compile_module
+from replayssm_tune.codegen import targets
+from replayssm_tune.codegen.compile import (
+    Compiled,
+    CompilePool,
+    KernelBinary,
+    check_toolchain,
+    select,
+)
+from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.errors import ToolchainError
+from replayssm_tune.runtime.plan import Structure, Tile, Variant
+from replayssm_tune.runtime.spec import Spec
+
+H200 = targets.find("H200")
+SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+DEFAULT = default_plan(SPEC).variants[0]
+SAMPLE = (
+    (SPEC, DEFAULT),
+    (SPEC, Variant(Structure("both", load="early"), Tile(16, 32, 128, num_warps=4))),
+    (SPEC, Variant(Structure("nonflush", readout="dot"), Tile(64, 128, 0, 4, 2, 2))),
+    (SPEC.native, Variant(Structure("native"), Tile(16, 64))),
+)
+
+
+def processes():
+    return [child for child in multiprocessing.active_children() if child.name == "compile"]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("compile")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache_dir):
+    """Results by (capability, variant)."""
+    found = {}
+    for gpu in (H200, *(targets.find(name) for name in ("A100", "B200", "RTX PRO 6000"))):
+        with CompilePool(gpu, 2, 120.0, cache_dir) as pool:
+            found |= {(gpu.capability, result.variant): result for result in pool.run(SAMPLE)}
+    assert not processes()
+    return found
+
+
+def test_every_architecture_compiles_on_this_machine(compiled):
+    assert len(compiled) == 4 * len(SAMPLE)
+    for (capability, variant), result in compiled.items():
+        assert result.status == "ok", (capability, variant.key, result.reason)
+        names = ["coefficients", "step"] if variant == DEFAULT else ["step"]
+        assert [kernel.name for kernel in result.kernels] == names
+        for kernel in result.kernels:
+            assert 16 <= kernel.registers <= 255
+            assert 100 < kernel.instructions < 20_000
+            assert kernel.size_bytes == 16 * kernel.instructions
+            assert len(kernel.digest) == 16
+        assert result.step.shared_bytes <= 227 * 1024
+
+
+def test_architectures_have_binaries_of_their_own(compiled):
+    for _, variant in SAMPLE:
+        digests = {result.step.digest for (_, other), result in compiled.items() if other == variant}
+        assert len(digests) == 4
+
+
+def test_a_pipelined_state_lies_in_shared_memory(compiled):
+    """One fp32 tile on its way while another one is read."""
+    assert compiled[(9, 0), SAMPLE[2][1]].step.shared_bytes >= 64 * 128 * 4
+
+
+def test_launching_finds_the_binaries_in_the_cache(compiled, cache_dir, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+
+    from replayssm_tune.codegen.cache import rendered
+    from replayssm_tune.runtime.build import compile_kernel
+    from replayssm_tune.runtime.compiled import load_module
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_dir / "triton"))
+    before = sorted((cache_dir / "triton").rglob("*"))
+    for spec, variant in SAMPLE:
+        module = load_module(rendered(cache_dir / "modules")(spec, variant.structure))
+        kernel = compile_kernel(module.step, spec, variant, GPUTarget("cuda", 90, 32), aligned=True)
+        assert kernel.metadata.shared == compiled[(9, 0), variant].step.shared_bytes
+    assert sorted((cache_dir / "triton").rglob("*")) == before
+
+
+def test_the_same_point_gives_the_same_record_in_another_cache(compiled, tmp_path):
+    with CompilePool(H200, 1, 120.0, tmp_path) as pool:
+        (again,) = pool.run([SAMPLE[1]])
+    first = compiled[(9, 0), SAMPLE[1][1]]
+    assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(first, seconds=0.0)
+    assert again.binary("3.9.0") == first.binary("3.9.0")
+
+
+def test_the_record_of_two_kernels_is_the_larger_need(compiled):
+    result = compiled[(9, 0), DEFAULT]
+    record = result.binary("3.9.0")
+    assert record.registers == max(kernel.registers for kernel in result.kernels)
+    assert record.size_bytes == sum(kernel.size_bytes for kernel in result.kernels)
+    assert record.digest not in {kernel.digest for kernel in result.kernels}
+
+
+def test_what_the_compiler_refuses_is_a_result(cache_dir):
+    odd = Variant(Structure("nonflush"), Tile(24, 128))
+    with CompilePool(H200, 1, 120.0, cache_dir) as pool:
+        refused, good = pool.run([(SPEC, odd), SAMPLE[1]])
+    assert refused.status == "compile"
+    assert odd.key in refused.reason
+    assert good.status == "ok"
+
+
+def test_a_time_out_is_a_result_and_leaves_no_process(tmp_path):
+    with CompilePool(H200, 1, 0.02, tmp_path) as pool:
+        (result,) = pool.run([SAMPLE[1]])
+        assert not processes()
+    assert (result.status, result.kernels) == ("timeout", ())
+    assert "more than 0.02 s" in result.reason
+
+
+def test_a_crash_is_a_result_and_the_next_job_gets_a_new_process(cache_dir):
+    jobs = [SAMPLE[1], SAMPLE[2], SAMPLE[3]]
+    with CompilePool(H200, 1, 120.0, cache_dir) as pool:
+        results = pool.run(jobs)
+        first = next(results)
+        (worker,) = processes()
+        os.kill(worker.pid, signal.SIGSEGV)
+        worker.join()
+        others = list(results)
+    assert {first.status, *(other.status for other in others)} <= {"ok", "crash"}
+    assert [result.variant for result in (first, *others)] == [variant for _, variant in jobs]
+    assert others[-1].status == "ok"
+
+
+def test_leaving_early_ends_the_workers(tmp_path):
+    with CompilePool(H200, 1, 120.0, tmp_path) as pool:
+        for _ in pool.run(SAMPLE):
+            break
+    assert not processes()
+
+
+def test_an_interrupt_leaves_no_process(tmp_path):
+    """Ctrl-C reaches the caller alone; workers go with it."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "from tests.codegen.test_compile import H200, SAMPLE, CompilePool, processes\n"
+        "if __name__ == '__main__':\n"
+        "    with CompilePool(H200, 1, 120.0, pathlib.Path(sys.argv[1])) as pool:\n"
+        "        for result in pool.run(SAMPLE * 50):\n"
+        "            print(*(child.pid for child in processes()), flush=True)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    caller = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert caller.stdout is not None
+    worker = int(caller.stdout.readline().split()[0])
+    os.killpg(caller.pid, signal.SIGINT)
+    assert caller.wait(30) != 0
+    caller.stdout.close()
+    for _ in range(200):
+        if not Path(f"/proc/{worker}").exists():
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def test_a_missing_assembler_is_named(monkeypatch):
+    monkeypatch.setattr(compile_module, "_tool", lambda name: f"/nowhere/{name}")
+    with pytest.raises(ToolchainError, match=r"ptxas.*install triton again"):
+        check_toolchain()
+
+
+def test_a_missing_c_compiler_matters_only_for_launches(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert check_toolchain()
+    with pytest.raises(ToolchainError, match="install gcc or clang"):
+        check_toolchain(launching=True)
+
+
+# ---- what is worth a launch ----
+
+
+def result(variant, spec=SPEC, status="ok", **changes):
+    kernel = KernelBinary("step", 128, 0, 1024, 50_000, 1000, digest=variant.key)
+    kernels = (dataclasses.replace(kernel, **changes),) if status == "ok" else ()
+    return Compiled(spec, variant, kernels, status, "" if status == "ok" else f"{status} of it")
+
+
+def point(**tile):
+    return Variant(Structure("nonflush"), Tile(**{"block_p": 32, "block_n": 64, **tile}))
+
+
+def reasons(*results, keep=None):
+    kept, dropped = select(results, H200.limits, keep)
+    return [r.variant for r in kept], {drop.variant: (drop.reason, drop.detail) for drop in dropped}
+
+
+def test_points_beyond_the_limits_are_dropped_with_their_figures():
+    small, large, hungry, spilling = (point(block_n=n) for n in (16, 32, 64, 128))
+    eight = point(num_warps=8)
+    kept, dropped = reasons(
+        result(small),
+        result(large, shared_bytes=232_449),
+        result(hungry, status="timeout"),
+        result(spilling, spills_bytes=136),
+        result(eight, registers=255),
+    )
+    assert kept == [small, eight]
+    assert dropped == {
+        large: ("shared memory", "232449 of 232448 bytes"),
+        hungry: ("timeout", "timeout of it"),
+        spilling: ("spills", "136 bytes a thread"),
+    }
+
+
+def test_registers_of_a_whole_program_have_a_limit():
+    wide = Variant(Structure("nonflush"), Tile(32, 64, num_warps=16))
+    kept, dropped = reasons(result(wide, registers=129))
+    assert not kept
+    assert dropped[wide] == ("registers", "69632 of 65536")
+
+
+def test_the_first_of_equal_binaries_stays():
+    first, second, other_grid, other_warps = point(), point(block_n=32), point(block_p=16), point(num_warps=2)
+    kept, dropped = reasons(*(result(v, digest="same") for v in (first, second, other_grid, other_warps)))
+    assert kept == [first, other_grid, other_warps]
+    assert dropped == {second: ("same binary", first.key)}
+
+
+def test_the_default_stays_whatever_it_spills_and_whoever_equals_it():
+    first, default = point(), point(block_n=32)
+    kept, dropped = reasons(
+        result(first, digest="same"), result(default, digest="same", spills_bytes=500), keep=default
+    )
+    assert kept == [default]
+    assert dropped[first] == ("same binary", default.key)

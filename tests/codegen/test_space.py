@@ -1,0 +1,173 @@
+"""The space of kernels: legal, modest, deterministic, and with the points that are known to win."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from replayssm_tune.codegen import space
+from replayssm_tune.codegen.space import AXES, CONSTRAINTS, REGIONS, broken_constraint, points, roles
+from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.plan import ROLES, Plan, Structure, Tile, Variant
+from replayssm_tune.runtime.spec import Spec
+
+SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+
+specs = st.builds(
+    Spec,
+    family=st.just("mamba2"),
+    op=st.just("step"),
+    head_dim=st.integers(1, 256) | st.sampled_from((64, 80, 96, 128)),
+    state_size=st.integers(1, 256) | st.sampled_from((64, 128, 256)),
+    heads_per_group=st.integers(1, 64),
+    window=st.integers(1, 64),
+    activation_dtype=st.just("bf16"),
+    state_dtype=st.sampled_from(("fp32", "bf16", "fp16")),
+    ring_dtype=st.sampled_from(("bf16", "fp32")),
+)
+
+
+@hypothesis.given(specs, st.sampled_from(ROLES))
+def test_points_are_legal_unique_and_of_known_axis_values(spec, role):
+    spec = spec.native if role == "native" else spec
+    found = points(spec, role)
+    assert len(set(found.variants)) == len(found.variants) > 0
+    assert found.total == len(found.variants) + sum(found.rejected.values())
+    for variant in found.variants:
+        assert variant.structure.role == role
+        assert broken_constraint(spec, variant) == "" or variant == found.default
+        for axis in AXES:
+            record = variant.structure if hasattr(variant.structure, axis.name) else variant.tile
+            assert getattr(record, axis.name) in axis.values, axis.name
+
+
+@hypothesis.given(specs)
+def test_the_default_plan_is_a_point(spec):
+    for one in (spec, spec.native):
+        (variant,) = default_plan(one).variants
+        found = points(one, variant.structure.role)
+        assert found.default == variant == found.variants[0]
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("head_dim", "state_size", "heads_per_group"), [(64, 128, 16), (80, 128, 12), (128, 256, 24)]
+)
+def test_the_space_compiles_within_minutes(head_dim, state_size, heads_per_group, state_dtype):
+    spec = Spec("mamba2", "step", head_dim, state_size, heads_per_group, 16, state_dtype=state_dtype)
+    size = {role: len(points(spec, role).variants) for role in roles(spec)}
+    size["native"] = len(points(spec.native, "native").variants)
+    most = {"both": 260, "nonflush": 160, "flush": 120, "native": 50}
+    assert all(size[role] <= most[role] for role in ROLES), size
+
+
+def test_the_order_never_changes():
+    first = points(SPEC, "both").variants
+    points.cache_clear()
+    assert points(SPEC, "both").variants == first
+
+
+@pytest.mark.parametrize("key", [
+    "both.inline.output_only.elementwise.elementwise.early/p16.n32.f128.h1.w4.s1.r0.e1",
+    "both.inline.output_only.elementwise.elementwise.early/p16.n64.f128.h1.w2.s1.r0.e1",
+    "both.inline.output_only.elementwise.elementwise.late/p32.n64.f64.h4.w1.s1.r0.e0",
+    "both.inline.output_only.elementwise.elementwise.late/p64.n64.f32.h1.w1.s1.r0.e0",
+    "both.inline.output_only.dot.elementwise.late/p32.n128.f32.h4.w2.s2.r0.e0",
+    "both.inline.output_only.dot.elementwise.late/p32.n128.f64.h8.w1.s2.r0.e0",
+    "both.inline.output_only.dot.elementwise.late/p64.n128.f64.h8.w4.s3.r0.e0",
+    "nonflush.inline.output_only.elementwise.elementwise.late/p64.n32.f0.h1.w1.s1.r0.e0",
+    "nonflush.inline.output_only.elementwise.elementwise.late/p64.n64.f0.h4.w1.s2.r0.e0",
+    "nonflush.inline.output_only.dot.elementwise.late/p64.n128.f0.h4.w2.s2.r0.e0",
+    "flush.inline.output_only.dot.elementwise.late/p64.n128.f64.h8.w4.s3.r0.e0",
+    "flush.inline.output_only.elementwise.elementwise.late/p64.n128.f64.h16.w4.s3.r0.e0",
+    "flush.inline.output_only.elementwise.elementwise.early/p32.n32.f128.h1.w2.s1.r0.e0",
+    "native.inline.output_only.elementwise.elementwise.late/p16.n128.f0.h1.w1.s1.r0.e0",
+])  # fmt: skip
+def test_points_that_won_on_an_h200_are_in(key):
+    variant = Variant.parse(key)
+    role = variant.structure.role
+    assert variant in points(SPEC.native if role == "native" else SPEC, role).variants
+
+
+def broken(structure, spec=SPEC, **tile):
+    tile = {"block_p": 32, "block_n": 128, "num_warps": 4, **tile}
+    return broken_constraint(spec, Variant(structure, Tile(**tile)))
+
+
+def test_every_constraint_rejects_what_it_names():
+    wide = dataclasses.replace(SPEC, activation_dtype="fp32", ring_dtype="fp32")
+    mixed = dataclasses.replace(SPEC, state_dtype="fp16")
+    dot = Structure("nonflush", readout="dot")
+    found = [
+        broken(Structure("native")),
+        broken(Structure("flush", route="rebuild"), fold_block_n=64),
+        broken(Structure("both", scores="dot", route="rebuild"), fold_block_n=64),
+        broken(Structure("nonflush", load="early"), heads_per_program=2),
+        broken(Structure("both", load="early"), fold_block_n=64),
+        broken(Structure("nonflush", "precomputed", load="early")),
+        broken(dot, block_n=64),
+        broken(dot, wide),
+        broken(dot, mixed),
+        broken(Structure("nonflush", scores="dot"), wide),
+        broken(Structure("nonflush"), block_p=128),
+        broken(Structure("nonflush"), block_n=256),
+        broken(Structure("nonflush"), fold_block_n=64),
+        broken(Structure("both")),
+        broken(Structure("flush"), block_n=64, fold_block_n=64),
+        broken(Structure("nonflush"), heads_per_program=6),
+        broken(Structure("nonflush"), num_stages=2),
+        broken(Structure("flush"), block_p=64, fold_block_n=128, num_warps=1),
+        broken(Structure("both", load="early"), block_p=2, fold_block_n=128, num_warps=8),
+    ]
+    names = [constraint.name for constraint in CONSTRAINTS]
+    assert [names.index(name) for name in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8, 8]
+
+
+def test_a_fold_in_the_dot_asks_nothing_of_the_activation():
+    wide = dataclasses.replace(SPEC, activation_dtype="fp32", ring_dtype="fp32")
+    assert broken(Structure("flush", readout="dot"), wide, fold_block_n=64) == ""
+
+
+def test_without_16_bit_activations_no_output_is_read_by_dot():
+    wide = dataclasses.replace(SPEC, activation_dtype="fp32", ring_dtype="fp32")
+    for role in ("both", "nonflush"):
+        found = points(wide, role)
+        assert {v.structure.readout for v in found.variants} == {"elementwise"}
+        assert {v.structure.scores for v in found.variants} == {"elementwise"}
+        assert found.rejected["read-out by dot: dtypes and whole rows"] > 0
+        assert found.rejected["scores by dot: 16-bit ring"] > 0
+
+
+def test_blocks_follow_a_head_that_is_no_power_of_two():
+    spec = Spec("mamba2", "step", 80, 128, 12, 16)
+    blocks = {v.tile.block_p for role in roles(spec) for v in points(spec, role).variants}
+    assert {16, 32, 128} <= blocks
+    assert 64 not in blocks
+    heads = {v.tile.heads_per_program for v in points(spec, "flush").variants}
+    assert heads == {1, 4, 6, 12}
+
+
+def test_a_role_of_another_op_is_refused():
+    with pytest.raises(ValueError, match="native_step have the roles native"):
+        points(SPEC.native, "both")
+
+
+def test_every_region_contributes_to_a_common_shape():
+    for region in REGIONS:
+        for role in region.roles:
+            spec = SPEC.native if role == "native" else SPEC
+            legal = [v for v in region.variants(spec, role) if not broken_constraint(spec, v)]
+            assert legal, region
+
+
+def test_structures_searched_are_legal():
+    for spec in (SPEC, SPEC.native):
+        assert set(space.structures(spec)) <= set(space.legal_structures(spec))
+
+
+def test_pairs_of_points_make_plans():
+    first, second = (points(SPEC, role).variants[0] for role in ("nonflush", "flush"))
+    assert Plan((first, second)).variants == (first, second)
