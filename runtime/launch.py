@@ -30,7 +30,7 @@ STRICT_VARIABLE: Final = "REPLAYSSM_STRICT"
 """Environment variable: ``1`` raises where no table has a row, instead of serving the default plan."""
 
 _CURSOR_BLOCK: Final = 128
-_raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def compile_all(
         The binary of each kernel, or why it does not compile.
 
     Raises:
-        CompilerMissingError: The toolchain does not work.
+        ToolchainError: The toolchain does not work.
     """
     version = check_toolchain()
     made: dict[Kernel, Binary | str] = {}

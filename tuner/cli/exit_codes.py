@@ -8,7 +8,6 @@ from typing import Final
 
 import click
 
-from ...codegen.compile import CompilerMissingError
 from ...codegen.files import EmitError
 from ...codegen.targets import GpuError
 from ...runtime.errors import ArgumentError, CompileError, DispatchError, ReplayError, SpecError, TableError
@@ -72,7 +71,6 @@ BY_ERROR: Final[dict[type[ReplayError], ExitCode]] = {
     TableError: ExitCode.TABLE,
     DispatchError: ExitCode.TABLE,
     CompileError: ExitCode.TOOLCHAIN,
-    CompilerMissingError: ExitCode.TOOLCHAIN,
     ToolchainError: ExitCode.TOOLCHAIN,
 }
 """A subclass that is not listed ends as its nearest listed base."""
