@@ -130,10 +130,28 @@ def _misfit(cells: Iterable[LandscapeCell], constants: Constants) -> float:
     return total / count
 
 
+_START = Constants(
+    launch_us=2.0,
+    second_launch_us=2.0,
+    issue_rate=1.0,
+    instruction_cycles=4.0,
+    early_cycles=1000.0,
+    late_cycles=1000.0,
+    native_cycles=1000.0,
+    head_cycles=1000.0,
+    score_cycles=500.0,
+    barrier_cycles=100.0,
+    fixed_share=0.2,
+    head_share=0.2,
+    native_share=0.4,
+    spill_instructions=0.5,
+)
+
+
 def calibrate(cells: Sequence[LandscapeCell], steps: int = 1500, seed: int = 0) -> Constants:
-    """Constants that fit ``cells``, by a random walk from the present ones."""
+    """Constants that fit ``cells``, by a random walk from round numbers."""
     draw = random.Random(seed)
-    best, least = CONSTANTS, _misfit(cells, CONSTANTS)
+    best, least = _START, _misfit(cells, _START)
     for step in range(steps):
         width = 0.3 * (1 - step / steps) + 0.02
         moved = {
