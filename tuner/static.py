@@ -308,7 +308,7 @@ def _rows(
                 samples_us=(),
                 verdict=f"best of {len(compiled)} by analysis",
                 origin="",
-                numerics=winner.key,
+                numerics=Plan((winner,)).numerics,
             )
         )
     return rows
