@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 
 import optuna
 import pytest
@@ -179,7 +180,7 @@ def test_a_wrong_structure_is_found_and_named(tmp_path, monkeypatch):
     # A package on the path before this one, whose rendering forgets a factor.
     (broken / "sitecustomize.py").write_text(
         "import sys\n"
-        f"sys.path[1:1] = {interpreted.sys.path!r}\n"
+        f"sys.path[1:1] = {sys.path!r}\n"
         "import replayssm_tune.codegen.cache as cache\n"
         "render = cache.render\n"
         "cache.render = lambda *key: render(*key).replace('* head_decay', '* 1.0')\n"
