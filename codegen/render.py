@@ -91,7 +91,8 @@ def module_digest(source: str) -> str:
             and isinstance(body[0].value.value, str)
         ):
             del body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    # Written out again, since the dump of a tree differs between versions of Python.
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
 def _tidy(source: str) -> str:

@@ -134,6 +134,16 @@ class Plan:
         """Canonical string: the variants' keys joined by ``+``."""
         return "+".join(v.key for v in self.variants)
 
+    @functools.cached_property
+    def numerics(self) -> str:
+        """Class of arithmetic and reduction order of the outputs: equal classes, equal bits."""
+        parts = []
+        for variant in self.variants:
+            s, t = variant.structure, variant.tile
+            blocks = f"p{t.block_p}.n{t.block_n}.f{t.fold_block_n}.w{t.num_warps}"
+            parts.append(f"{s.role}:{s.coefficients}.{s.route}.{s.readout}.{s.scores}.{s.load}.{blocks}")
+        return "+".join(parts)
+
     @classmethod
     def parse(cls, key: str) -> Plan:
         """Inverse of :attr:`key`.

@@ -388,7 +388,7 @@ def row_of(result: CellResult, compiled: Callable[[Variant], Compiled], triton_v
         samples_us=_samples(verdict.samples_us),
         verdict=verdict.reason,
         origin="",
-        numerics=numerics(plan),
+        numerics=plan.numerics,
     )
 
 
@@ -418,18 +418,8 @@ def native_row_of(
         samples_us=_samples(verdict.samples_us),
         verdict=verdict.reason,
         origin="",
-        numerics=numerics(plan),
+        numerics=plan.numerics,
     )
-
-
-def numerics(plan: Plan) -> str:
-    """Class of arithmetic and reduction order of a plan's outputs: equal classes, equal bits."""
-    parts = []
-    for variant in plan.variants:
-        s, t = variant.structure, variant.tile
-        blocks = f"p{t.block_p}.n{t.block_n}.f{t.fold_block_n}.w{t.num_warps}"
-        parts.append(f"{s.role}:{s.coefficients}.{s.route}.{s.readout}.{s.scores}.{s.load}.{blocks}")
-    return "+".join(parts)
 
 
 def workers() -> int:

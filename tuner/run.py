@@ -41,6 +41,7 @@ from .progress import Report
 from .records import Environment
 from .report import Planned, Served, SpecPlan, Tuned
 from .request import Job, Work
+from .static import static_tune
 from .store import Store
 
 __all__ = ["bench", "check", "generate", "plan", "tune"]
@@ -201,8 +202,6 @@ def _record(
 
 
 def _static(job: Job, report: Report) -> Tuned:
-    from .static import static_tune
-
     began = time.monotonic()
     gpu = job.target.gpu
     result = static_tune(job, cache_folder(job.store), workers(), report)

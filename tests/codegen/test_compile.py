@@ -50,7 +50,7 @@ def cache_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compiled(cache_dir):
     """Results by (capability, variant)."""
-    found = {}
+    found: dict[object, object] = {}
     for gpu in (H200, *(targets.find(name) for name in ("A100", "B200", "RTX PRO 6000"))):
         with CompilePool(gpu, 2, 120.0, cache_dir) as pool:
             found |= {(gpu.capability, result.variant): result for result in pool.run(SAMPLE)}
@@ -88,7 +88,7 @@ def test_launching_finds_the_binaries_in_the_cache(compiled, cache_dir, monkeypa
 
     from replayssm_tune.codegen.cache import rendered
     from replayssm_tune.runtime.build import compile_kernel
-    from replayssm_tune.runtime.compiled import load_module
+    from replayssm_tune.runtime.modules import load_module
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_dir / "triton"))
     before = sorted((cache_dir / "triton").rglob("*"))

@@ -126,7 +126,7 @@ def _kernel_us(variant: Variant, batch: int, mode: str) -> float:
     loss += 0.1 if s.role == "both" else 0.0
     loss += 0.03 * (_hash(variant.key + str(batch)) % 1000) / 1000
     launches = 1 + (s.coefficients == "precomputed")
-    return 1.5 + 1.6 * launches + bytes_moved / 4.6e6 * (1 + loss) + loss
+    return float(1.5 + 1.6 * launches + bytes_moved / 4.6e6 * (1 + loss) + loss)
 
 
 def _hash(text: str) -> int:

@@ -24,10 +24,16 @@ PLANS = tuple(Plan((v,)) for v in variants("both"))
 class TableBench(FakeBench):
     """Times and statuses by plan key; 100 µs and "ok" otherwise."""
 
-    def __init__(self, times: dict[Plan, float], noise: float = 0.003, seed: int = 0, **other: str) -> None:
+    def __init__(
+        self,
+        times: dict[Plan, float],
+        noise: float = 0.003,
+        seed: int = 0,
+        failing: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(noise=noise, failures=False, seed=seed)
         self._times = {plan.variants: time for plan, time in times.items()}
-        self._failing = other
+        self._failing = failing or {}
 
     def exact(self, cell: Cell, variants: tuple[Variant, ...], mode: str) -> float:
         return self._times.get(variants, 100.0)
@@ -146,7 +152,7 @@ def test_a_tied_preference_must_beat_the_default_too(tmp_path: Path) -> None:
 
 def test_failures_in_any_phase_are_reported_not_raised(tmp_path: Path) -> None:
     times = {default_plan(): 120.0, PLANS[5]: 90.0, PLANS[6]: 95.0}
-    bench = TableBench(times, **{PLANS[5].key: "crash"})
+    bench = TableBench(times, failing={PLANS[5].key: "crash"})
     verdict = decide(bench, tmp_path / "a", PLANS[5:9])
     assert verdict.winner == PLANS[6]
     assert verdict.failed == ((PLANS[5].key, "crash: fake crash"),)
@@ -161,7 +167,7 @@ def test_failures_in_any_phase_are_reported_not_raised(tmp_path: Path) -> None:
 
 
 def test_without_a_default_the_fastest_wins_and_the_reason_says_so(tmp_path: Path) -> None:
-    bench = TableBench({PLANS[5]: 90.0}, **{default_plan().key: "resources"})
+    bench = TableBench({PLANS[5]: 90.0}, failing={default_plan().key: "resources"})
     verdict = decide(bench, tmp_path / "s", PLANS[5:9])
     assert verdict.winner == PLANS[5]
     assert verdict.margin is None
@@ -170,7 +176,7 @@ def test_without_a_default_the_fastest_wins_and_the_reason_says_so(tmp_path: Pat
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
-    bench = TableBench({}, **{plan.key: "crash" for plan in (default_plan(), *PLANS[:3])})
+    bench = TableBench({}, failing={plan.key: "crash" for plan in (default_plan(), *PLANS[:3])})
     verdict = decide(bench, tmp_path / "s", PLANS[:3])
     assert verdict.winner is None
     assert verdict.kind == "none"

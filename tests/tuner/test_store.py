@@ -11,14 +11,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayssm_tune.tuner.errors import StoreError
 from replayssm_tune.tuner.records import Cell, Measurement, axes, parse_subject, subject_key
-from replayssm_tune.tuner.store import Store, StoreError
+from replayssm_tune.tuner.store import Store
 from tests.tuner.fake_bench import GPU, SPEC, default, variants
 
 CELL = Cell(SPEC, 128)
@@ -70,7 +72,7 @@ def test_another_environment_remembers_nothing_but_keeps_everything(tmp_path: Pa
 @pytest.mark.parametrize(
     "change", [{"gpu": "NVIDIA Other"}, {"sm_count": 114}, {"capability": (10, 0)}], ids=str
 )
-def test_another_gpu_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_another_gpu_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     Store(tmp_path / "s", GPU)
     other = dataclasses.replace(GPU, **change)
     with pytest.raises(StoreError, match="choose another store") as error:

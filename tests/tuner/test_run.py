@@ -1,0 +1,213 @@
+"""The measured pipeline from job to table and run file, with a bench that needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from replayssm_tune.codegen import space, targets
+from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.plan import Plan, Variant
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.runtime.table import load
+from replayssm_tune.tuner import measured, models, run
+from replayssm_tune.tuner.errors import GateError, StoreError
+from replayssm_tune.tuner.gate import Verdict
+from replayssm_tune.tuner.measure import shape_for
+from replayssm_tune.tuner.progress import Event, silent
+from replayssm_tune.tuner.records import Cell, Environment, Timing
+from replayssm_tune.tuner.request import Budget, Job, Target, resolve_work
+
+GPU = targets.find("H200")
+HERE = Environment("NVIDIA H200", (9, 0), 132, "3.9.0", "2.13.0", "580.1")
+
+
+class FakeBench:
+    """Stands in for :class:`GpuBench`: early kernels win small batches, others large ones."""
+
+    environment = HERE
+    asked: list[tuple[str, Cell, str]]
+    wrong: frozenset[str] = frozenset()
+    interrupt_after: int | None = None
+
+    def __init__(self, *paths: Path) -> None:
+        del paths
+        self.noise = random.Random(1)
+        type(self).asked = []
+
+    def __enter__(self) -> FakeBench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def gate(self, spec: Spec, plan: Plan) -> Verdict:
+        del spec
+        wrong = any(v.key in self.wrong for v in plan.variants)
+        return Verdict("output error 1 exceeds 0.1" if wrong else "")
+
+    def time(self, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
+        self.asked.append((mode, cell, "+".join(v.key for v in variants)))
+        if self.interrupt_after is not None and len(self.asked) > self.interrupt_after:
+            raise KeyboardInterrupt
+        time_us = 3.0 + 0.01 * cell.effective_batch * (2 if mode in ("flush", "native") else 1)
+        for variant in variants:
+            early = variant.structure.load == "early"
+            time_us += 1.0 + (0.005 * cell.effective_batch if early else 0.6)
+        return Timing(tuple(time_us * self.noise.uniform(0.999, 1.001) for _ in range(repeats)))
+
+    def roof(self, cell: Cell, kind: str, repeats: int) -> Timing:
+        time_us = 1.0 + 0.008 * cell.effective_batch * (2 if kind == "scale" else 1)
+        return Timing((time_us,) * repeats)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One compile cache for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> type[FakeBench]:
+    """A small space and a fake bench, in place of the real ones."""
+    everything = space.points
+
+    @functools.cache
+    def few(spec: Spec, role: str) -> space.Space:
+        points = everything(spec, role)
+        late = [v for v in points.variants if v.structure.load == "late"][:2]
+        early = [v for v in points.variants if v.structure.load == "early"][:1]
+        return dataclasses.replace(points, variants=tuple(dict.fromkeys((*late, *early))))
+
+    bench = type("Bench", (FakeBench,), {})
+    monkeypatch.setattr(space, "points", few)
+    monkeypatch.setattr(run, "GpuBench", bench)
+    monkeypatch.setattr(run, "check_toolchain", lambda launching=False: "")
+    monkeypatch.setattr(run, "cache_folder", lambda store: compiled)
+    return bench
+
+
+def job(folder: Path, batches: tuple[int, ...] = (1, 64), budget: Budget | None = None) -> Job:
+    work, _ = resolve_work(
+        [models.find("nemotron-3-super-120b-a12b")],
+        GPU,
+        tensor_parallel=(8,),
+        state_dtypes=("fp32",),
+        batches=batches,
+    )
+    target = Target(GPU, True, "measuring on NVIDIA H200")
+    return Job(target, work, budget or Budget(), folder / "store", folder / "generated")
+
+
+def test_a_tune_writes_table_kernels_and_run_file_and_resumes(fake: type[FakeBench], tmp_path: Path) -> None:
+    events: list[Event] = []
+    tuned = run.tune(job(tmp_path), events.append, tmp_path / "results")
+    assert not tuned.missing
+    table = load(tmp_path / "generated" / "tables" / "h200.json")
+    rows = {(row.spec.op, row.effective_batch): row for row in table.rows}
+    assert set(rows) == {(op, batch) for op in ("step", "native_step") for batch in (16, 1024)}
+    small, large = rows["step", 16], rows["step", 1024]
+    assert small.plan.variants[0].structure.load == "early"
+    assert large.plan.variants[0].structure.load == "late"
+    assert small.source == "measured"
+    assert small.time_us is not None
+    assert small.roof_time_us is not None
+    assert small.roof_time_us < small.time_us
+    assert {spec.name for spec in (tmp_path / "generated" / "kernels").glob("*.py")} >= {"cursors.py"}
+    assert events[0].phase == "compile"
+    assert all(served.step == "user" for served in tuned.served)
+
+    (path,) = (tmp_path / "results").glob("*.json")
+    data = json.loads(path.read_text())
+    cell = next(c for c in data["cells"] if c["effective_batch"] == 1024)
+    assert cell["time_us"]["mix"] == pytest.approx(large.time_us, rel=1e-3)
+    assert cell["roof_us"]["scale"] > cell["roof_us"]["read"]
+    assert len(cell["samples_us"]["mix"]) > 2
+    assert data["environment"]["gpu"] == "NVIDIA H200"
+    assert data["totals"]["tune_minutes"] > 0
+
+    asked = len(fake.asked)
+    assert asked > 50
+    again = run.tune(job(tmp_path), silent)
+    assert fake.asked == [], "everything was remembered"
+    assert again.table.rows == tuned.table.rows
+
+
+def test_an_interrupted_tune_loses_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
+    fake.interrupt_after = 40
+    with pytest.raises(KeyboardInterrupt):
+        run.tune(job(tmp_path), silent)
+    fake.interrupt_after = None
+    run.tune(job(tmp_path), silent)
+    resumed = len(fake.asked)
+    run.tune(job(tmp_path / "whole"), silent)
+    assert resumed == len(fake.asked) - 40
+
+
+def test_what_fails_the_gate_is_never_timed(fake: type[FakeBench], tmp_path: Path) -> None:
+    spec = job(tmp_path).work[0].spec
+    bad = next(v for v in space.points(spec, "both").variants if v.structure.load == "early")
+    fake.wrong = frozenset({bad.key})
+    tuned = run.tune(job(tmp_path), silent)
+    assert all(bad.key not in subject for _, _, subject in fake.asked)
+    (failure,) = tuned.gate_failures
+    assert "output error" in failure
+    assert bad.key in failure
+    dropped = {d.reason: d.count for plan in tuned.specs for d in plan.dropped}
+    assert dropped["gate"] == 1
+
+
+def test_a_wrong_default_ends_the_tune(fake: type[FakeBench], tmp_path: Path) -> None:
+    spec = job(tmp_path).work[0].spec
+    fake.wrong = frozenset({default_plan(spec).variants[0].key})
+    with pytest.raises(GateError, match="default plan"):
+        run.tune(job(tmp_path), silent)
+
+
+def test_a_store_of_another_gpu_is_refused(fake: type[FakeBench], tmp_path: Path) -> None:
+    run.tune(job(tmp_path, (1,)), silent)
+    fake.environment = dataclasses.replace(HERE, gpu="NVIDIA H100 80GB HBM3")
+    with pytest.raises(StoreError, match="choose another store"):
+        run.tune(job(tmp_path, (1,)), silent)
+
+
+def test_a_spent_budget_still_gives_every_cell_a_row(fake: type[FakeBench], tmp_path: Path) -> None:
+    tuned = run.tune(job(tmp_path, budget=Budget(trials=3)), silent)
+    assert not tuned.missing
+    assert len(tuned.table.rows) == 4
+
+
+def test_bench_times_what_is_served_and_remembers_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
+    run.bench(job(tmp_path, (64,)), tmp_path / "results", silent)
+    first = len(fake.asked)
+    tuned = run.bench(job(tmp_path, (64,)), tmp_path / "results", silent)
+    assert len(fake.asked) == first > 0
+    assert len(tuned.table.rows) == 1
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert json.loads(path.read_text())["what"].startswith("bench-")
+
+
+@pytest.mark.parametrize("heads_per_group", [1, 8, 12, 16])
+def test_shapes_are_whole_groups_near_the_batch_asked_for(heads_per_group: int) -> None:
+    spec = dataclasses.replace(job(Path()).work[0].spec, heads_per_group=heads_per_group)
+    for batch in (8, 16, 24, 192, 1000, 32768):
+        shape = shape_for(spec, batch)
+        assert shape.heads % heads_per_group == 0
+        assert shape.effective_batch == shape.rows * shape.heads
+        # Whole groups, and the same number of them in every sequence.
+        slack = heads_per_group * shape.rows / 2 + heads_per_group / 2
+        assert abs(shape.effective_batch - batch) <= max(slack, heads_per_group - batch)
+
+
+def test_a_branch_goes_through_the_gate_with_a_partner() -> None:
+    spec = job(Path()).work[0].spec
+    for role in ("both", "nonflush", "flush"):
+        variant = space.points(spec, role).variants[0]
+        plan = measured.gate_plan(spec, variant)
+        assert variant in plan.variants
+        assert len(plan.variants) == (1 if role == "both" else 2)

@@ -1,0 +1,223 @@
+"""Choosing without a GPU: the model against recorded landscapes, and a whole small static tune."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+
+import optuna
+import pytest
+
+from benchmarks import landscape
+from replayssm_tune.codegen import targets
+from replayssm_tune.codegen.compile import Compiled, KernelBinary
+from replayssm_tune.codegen.space import legal_structures, points
+from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.plan import Structure, Tile, Variant
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.runtime.table import Table, Toolchain, dumps, loads
+from replayssm_tune.tuner import interpreted, static
+from replayssm_tune.tuner.interpreted import InterpretedGate, small_plan, small_spec
+from replayssm_tune.tuner.progress import Event
+from replayssm_tune.tuner.request import Budget, Job, Target, Work
+
+H200 = targets.find("H200")
+SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return landscape.load_all()
+
+
+# ---- the model on recorded landscapes ----
+
+
+def test_the_recorded_share_is_what_the_landscapes_give(cells):
+    shares = {cell.name: cell.share(landscape.model_pick(cell)) for cell in cells}
+    print(*(f"\n{name:20s} {share:.3f}" for name, share in shares.items()))
+    found = landscape.quantiles(list(shares.values()))
+    assert found == pytest.approx(static.RECORDED_SHARE, abs=1e-3)
+    assert found["median"] >= 0.95
+    assert found["p10"] >= 0.85
+
+
+def test_landscapes_are_points_with_binaries_and_times(cells):
+    assert {cell.effective_batch for cell in cells} == {16, 128, 1024, 32768}
+    assert {cell.mode for cell in cells} == {"mix", "native"}
+    for cell in cells:
+        assert len(cell.times_us) >= 16
+        assert all(0 < time_us < 1e4 for time_us in cell.times_us.values())
+        assert set(cell.compiled) == set(cell.times_us)
+
+
+def test_samplers_find_near_optima_in_few_measurements(cells):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    large = [cell for cell in cells if len(cell.times_us) >= 80]
+    found = {
+        name: landscape.quantiles([
+            landscape.search_share(cell, name, 40, seed) for cell in large for seed in range(3)
+        ])
+        for name in ("model", "random")
+    }  # fmt: skip
+    print(found)
+    assert found["model"]["median"] >= 0.98
+    assert found["model"]["p10"] >= found["random"]["p10"] - 0.01
+
+
+# ---- the model's terms ----
+
+
+def compiled(variant, spec=SPEC, **changes):
+    kernel = KernelBinary("step", 128, 0, 4096, 20_000, 1250, "d" * 16)
+    return Compiled(spec, variant, (dataclasses.replace(kernel, **changes),))
+
+
+EARLY = Variant(Structure("both", load="early"), Tile(16, 32, 128))
+
+
+def test_estimates_grow_with_the_batch_and_never_beat_the_memory():
+    for variant in (EARLY, default_plan(SPEC).variants[0]):
+        times = [static.estimate_us(H200, compiled(variant), batch) for batch in (16, 128, 1024, 8192, 65536)]
+        assert all(a < b for a, b in itertools.pairwise(times))
+        assert times[-1] > static.traffic_bytes(SPEC, 65536) / (H200.memory_gbps * 1e3)
+
+
+def test_what_costs_time_raises_the_estimate():
+    plain = static.estimate_us(H200, compiled(EARLY), 1024)
+    assert static.estimate_us(H200, compiled(EARLY, instructions=2500), 1024) > plain
+    assert static.estimate_us(H200, compiled(EARLY, spills_bytes=128), 1024) > plain
+    assert static.estimate_us(H200, compiled(EARLY, registers=255), 32768) > static.estimate_us(
+        H200, compiled(EARLY), 32768
+    )
+    scores = dataclasses.replace(EARLY, structure=Structure("both", scores="dot", load="early"))
+    assert static.estimate_us(H200, compiled(scores), 16) > static.estimate_us(H200, compiled(EARLY), 16)
+
+
+def test_a_second_launch_costs():
+    one = compiled(default_plan(SPEC).variants[0])
+    two = dataclasses.replace(one, kernels=(one.step, one.step))
+    assert static.estimate_us(H200, two, 16) > static.estimate_us(H200, one, 16) + 1
+
+
+def test_a_slower_memory_takes_longer():
+    slow = targets.find("H100 PCIe")
+    assert static.estimate_us(slow, compiled(EARLY), 32768) > 1.3 * static.estimate_us(
+        H200, compiled(EARLY), 32768
+    )
+
+
+def test_resident_programs_are_bounded_by_each_resource():
+    assert static.resident_programs(H200, compiled(EARLY, registers=16, shared_bytes=0)) == 32
+    assert static.resident_programs(H200, compiled(EARLY, registers=255)) == 8
+    assert static.resident_programs(H200, compiled(EARLY, shared_bytes=100 * 1024)) == 2
+    assert static.resident_programs(H200, compiled(EARLY, shared_bytes=227 * 1024)) == 1
+
+
+def test_traffic_of_a_native_step_is_twice_the_state():
+    assert static.traffic_bytes(SPEC.native, 10) == 2 * SPEC.state_bytes(10)
+    share = static.traffic_bytes(SPEC, 10) / SPEC.state_bytes(10)
+    assert 1 + 1 / 16 < share < 1.25
+
+
+def test_ranking_is_sorted_and_complete():
+    subjects = [compiled(v) for v in points(SPEC, "both").variants[:20]]
+    ranking = static.rank(H200, subjects, 128)
+    assert sorted(v for v, _ in ranking) == sorted(c.variant for c in subjects)
+    assert [t for _, t in ranking] == sorted(t for _, t in ranking)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "state_size", "heads_per_group"), [(64, 128, 16), (80, 128, 12), (128, 256, 24)]
+)
+def test_promising_points_are_few_and_hold_the_default(head_dim, state_size, heads_per_group):
+    spec = Spec("mamba2", "step", head_dim, state_size, heads_per_group, 16)
+    both, native = static.promising(spec, "both"), static.promising(spec.native, "native")
+    assert both[0] == default_plan(spec).variants[0]
+    assert native[0] == default_plan(spec.native).variants[0]
+    assert 40 <= len(both) <= 90
+    assert 10 <= len(native) <= 25
+    assert {v.structure.load for v in both} == {"early", "late"}
+    assert {v.structure.readout for v in both} == {"elementwise", "dot"}
+
+
+def test_thinning_keeps_the_first_and_the_range():
+    variants = static.promising(SPEC, "both")
+    for most in (1, 2, 7, 40, 500):
+        kept = static.thinned(variants, most)
+        assert len(kept) == min(most, len(variants))
+        assert kept[0] == variants[0]
+        assert list(kept) == [v for v in variants if v in kept]
+
+
+# ---- the interpreter's process ----
+
+
+def test_small_cases_keep_the_kind_of_a_spec():
+    odd = Spec("mamba2", "step", 80, 96, 12, 16, has_z=True)
+    assert small_spec(odd) == Spec(
+        "mamba2", "step", 20, 24, 2, 4, activation_dtype="fp16", ring_dtype="fp16", has_z=True
+    )
+    assert small_spec(SPEC.native).window == 0
+    for spec in (small_spec(SPEC), small_spec(odd), small_spec(SPEC.native)):
+        for structure in legal_structures(spec):
+            plan = small_plan(spec, structure)
+            assert structure in [v.structure for v in plan.variants]
+
+
+def test_a_wrong_structure_is_found_and_named(tmp_path, monkeypatch):
+    early, native = Structure("both", load="early"), Structure("native")
+    good = {(SPEC, early), (SPEC.native, native)}
+    with InterpretedGate(good, tmp_path) as gate:
+        assert gate.failures() == {}
+    (module,) = (path for path in tmp_path.glob("*early*.py"))
+    source = module.read_text()
+    assert "* head_decay" in source
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    monkeypatch.setattr(interpreted, "_path", lambda: str(broken))
+    # A package on the path before this one, whose rendering forgets a factor.
+    (broken / "sitecustomize.py").write_text(
+        "import sys\n"
+        f"sys.path[1:1] = {sys.path!r}\n"
+        "import replayssm_tune.codegen.cache as cache\n"
+        "render = cache.render\n"
+        "cache.render = lambda *key: render(*key).replace('* head_decay', '* 1.0')\n"
+    )
+    with InterpretedGate(good, tmp_path) as gate:
+        found = gate.failures()
+    assert set(found) == {(SPEC, early)}
+    assert "error" in found[SPEC, early]
+
+
+# ---- a whole static tune ----
+
+
+def test_a_small_static_tune_serves_every_cell(tmp_path):
+    spec = Spec("mamba2", "step", 16, 32, 2, 4)
+    job = Job(
+        target=Target(H200, False, "static"),
+        work=(Work(spec, (4, 64, 4096), ("toy tp1",)),),
+        budget=Budget(trials=12),
+        store=tmp_path / "store",
+        output=tmp_path / "output",
+    )
+    events: list[Event] = []
+    result = static.static_tune(job, tmp_path / "cache", 1, events.append)
+    assert result.gate_failures == ()
+    assert {(row.spec, row.effective_batch) for row in result.rows} == {
+        (s, batch) for s in (spec, spec.native) for batch in (4, 64, 4096)
+    }
+    for row in result.rows:
+        assert row.source == "static"
+        assert row.time_us is not None
+        assert row.default_time_us is not None
+        assert row.time_us <= row.default_time_us * (1 + static.TIE)
+        assert row.native_time_us is not None
+        assert row.binaries[0][0].registers > 0
+    assert [e.done for e in events if e.phase == "compile"] == list(range(1, 1 + events[0].total))
+    assert events[0].total <= 12
+    assert all(plan.kept >= 1 for plan in result.specs)
+    table = Table(H200.info, Toolchain("3.9.0", "", ""), "static", "0.1.0", "2026-11-30", result.rows)
+    assert loads(dumps(table)) == table

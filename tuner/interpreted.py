@@ -1,0 +1,164 @@
+"""The gate without a GPU: structures run in Triton's interpreter, on small shapes.
+
+The interpreter changes every kernel of its process and must be chosen before triton is imported, so
+the check has a process of its own: ``python -m replayssm_tune.tuner.interpreted`` reads pairs of spec
+and structure keys from one JSON file and writes the reasons of those that fail to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from ..codegen.cache import rendered
+from ..codegen.space import broken_constraint, folds, state_block
+from ..runtime.errors import ToolchainError
+from ..runtime.plan import Plan, Structure, Tile, Variant
+from ..runtime.spec import Spec
+
+TIMEOUT_S: Final = 300.0
+"""Wall time of the whole check; a structure takes a second or two."""
+
+
+def small_spec(spec: Spec) -> Spec:
+    """A spec of the same kind that the interpreter runs in a second: fp16 stands in for bf16.
+
+    The interpreter's bf16 is wrong by design. Sizes that are no powers of two stay none.
+    """
+
+    def narrow(dtype: str) -> str:
+        return "fp16" if dtype == "bf16" else dtype
+
+    return dataclasses.replace(
+        spec,
+        head_dim=16 if spec.head_dim & (spec.head_dim - 1) == 0 else 20,
+        state_size=32 if spec.state_size & (spec.state_size - 1) == 0 else 24,
+        heads_per_group=min(2, spec.heads_per_group),
+        window=min(4, spec.window),
+        activation_dtype=narrow(spec.activation_dtype),
+        state_dtype=narrow(spec.state_dtype),
+        ring_dtype=narrow(spec.ring_dtype),
+    )
+
+
+def small_plan(spec: Spec, structure: Structure) -> Plan:
+    """A plan of ``structure`` with a tile that divides work of ``spec`` several ways, and its partner."""
+    variant = small_variant(spec, structure)
+    if structure.role == "nonflush":
+        return Plan((variant, small_variant(spec, Structure("flush"))))
+    if structure.role == "flush":
+        return Plan((small_variant(spec, Structure("nonflush")), variant))
+    return Plan((variant,))
+
+
+def small_variant(spec: Spec, structure: Structure) -> Variant:
+    """A legal point of ``structure``: several blocks, chunks and heads where it can have them."""
+    whole = state_block(spec)
+    half = max(1, whole // 2)
+    for heads in (min(2, spec.heads_per_group), 1):
+        for block_n in (half, whole):
+            for fold in (half, whole) if folds(structure) else (0,):
+                variant = Variant(structure, Tile(16, block_n, fold, heads))
+                if not broken_constraint(spec, variant):
+                    return variant
+    return Variant(structure, Tile(16, whole, whole if folds(structure) else 0))
+
+
+class InterpretedGate:
+    """Checks structures in a process of its own, from entering the block until :meth:`failures`.
+
+    Args:
+        structures: Pairs of spec and structure; those that come down to the same small case run once.
+        modules: Folder for rendered modules.
+    """
+
+    def __init__(self, structures: Iterable[tuple[Spec, Structure]], modules: Path) -> None:
+        self._cases = {pair: (small_spec(pair[0]).key, pair[1].key) for pair in structures}
+        self._modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="replayssm-interpreted-")
+        names = ("request.json", "answer.json", "errors.txt")
+        self._request, self._answer, self._errors = (Path(self._folder.name) / name for name in names)
+
+    def __enter__(self) -> InterpretedGate:
+        request = {"modules": str(self._modules), "cases": sorted(set(self._cases.values()))}
+        self._request.write_text(json.dumps(request), encoding="utf-8")
+        with open(self._errors, "w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.interpreted", self._request, self._answer],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+    def failures(self) -> Mapping[tuple[Spec, Structure], str]:
+        """Reasons of the pairs that are numerically wrong; waits for the process.
+
+        Raises:
+            ToolchainError: The interpreter died or took too long.
+        """
+        assert self._process is not None
+        try:
+            code = self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise ToolchainError(
+                f"checking numerics in Triton's interpreter took more than {TIMEOUT_S:g} s",
+                hint="run it on a machine that is less busy",
+            ) from error
+        if code:
+            last = self._errors.read_text(encoding="utf-8").strip().splitlines()[-1:] or ["no message"]
+            raise ToolchainError(
+                f"Triton's interpreter ended with code {code}: {last[0]}",
+                hint="the versions of triton and numpy must fit each other",
+            )
+        reasons = {
+            (spec, structure): reason for spec, structure, reason in json.loads(self._answer.read_text())
+        }
+        return {pair: reasons[case] for pair, case in self._cases.items() if reasons.get(case)}
+
+
+def _path() -> str:
+    """Where the interpreter's process finds this package: where this one found it."""
+    return os.pathsep.join(dict.fromkeys(entry for entry in sys.path if entry))
+
+
+def check_case(spec: Spec, structure: Structure, modules: Path) -> str:
+    """Reason why ``structure`` fails the gate on ``spec``, or "". Only in an interpreting process."""
+    from .gate import Gate
+    from .trajectory import Trajectory
+
+    heads = 2 * spec.heads_per_group
+    scene = Trajectory(spec, heads=heads, sequences=3, steps=6, padded_rows=1, null_slot=0)
+    return Gate(scene, repeats=2).check(small_plan(spec, structure), rendered(modules)).reason
+
+
+def _main() -> None:
+    asked, answered = map(Path, sys.argv[1:])
+    request = json.loads(asked.read_text(encoding="utf-8"))
+    answers = []
+    for spec_key, structure_key in request["cases"]:
+        spec, structure = Spec.parse(spec_key), Structure(*structure_key.split("."))
+        answers.append((spec_key, structure_key, check_case(spec, structure, Path(request["modules"]))))
+    answered.write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

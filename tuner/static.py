@@ -1,0 +1,326 @@
+"""Choosing kernels without a GPU: an analytical model of a launch ranks what compiles.
+
+A launch takes the memory's time for its bytes, the multiprocessors' time to issue its instructions
+and, for every wave of programs, the time one program waits for itself; all from the binary and the
+GPU's data sheet. Constants are fitted to recorded landscapes (``benchmarks/calibrate.py``), where
+the model's picks are scored.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..codegen import space
+from ..codegen.compile import Compiled, CompilePool, Drop, check_toolchain, select
+from ..codegen.emit import digest_of
+from ..codegen.targets import Gpu
+from ..runtime.plan import Plan, Structure, Variant
+from ..runtime.spec import DTYPE_BYTES, Spec
+from ..runtime.table import Row
+from .interpreted import InterpretedGate
+from .progress import Event, Report
+from .report import Dropped, SpecPlan
+from .request import Job, Work
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the data sheet does not say. Cycles are of the multiprocessors' clock.
+
+    Attributes:
+        launch_us: A launch that does nothing.
+        second_launch_us: The coefficient kernel before it.
+        issue_rate: Instructions that a scheduler issues per cycle, other programs' waiting hidden.
+        instruction_cycles: Cycles per instruction of one program that waits for itself.
+        early_cycles, late_cycles, native_cycles: Dependent loads before the loop over heads.
+        head_cycles: Wait for one head's state where no pipeline hides it.
+        score_cycles: Ring scores by dot, on the way to everything else.
+        barrier_cycles: Per doubling of the warps.
+        fixed_share, head_share: Share of a binary's instructions that run once, and per head: either
+            branch is in the binary.
+        native_share: The same for the native step.
+        spill_instructions: Per byte of stack and head.
+        evict_gain: Share of the time saved where the state leaves the L2 first.
+    """
+
+    launch_us: float = 2.2
+    second_launch_us: float = 2.5
+    issue_rate: float = 1.2
+    instruction_cycles: float = 3.3
+    early_cycles: float = 550.0
+    late_cycles: float = 1040.0
+    native_cycles: float = 520.0
+    head_cycles: float = 470.0
+    score_cycles: float = 1120.0
+    barrier_cycles: float = 120.0
+    fixed_share: float = 0.185
+    head_share: float = 0.15
+    native_share: float = 0.31
+    spill_instructions: float = 0.65
+    evict_gain: float = 0.005
+
+
+CONSTANTS: Final = Constants()
+
+RECORDED_SHARE: Final = {"median": 0.995, "p10": 0.937}
+"""Share of the optimum that the model's picks reach over the cells of the recorded landscapes."""
+
+MAX_VARIANTS: Final = 800
+"""Points that a static tune compiles at most, over all specs: five minutes on two cores."""
+
+COMPILE_TIMEOUT_S: Final = 120.0
+TIE: Final = 0.02
+"""Estimates closer than this are equal: then the neighbouring batch's choice stays."""
+
+_MAX_PROGRAMS_PER_SM: Final = 32
+_DRIVER_SHARED_BYTES: Final = 1024
+"""Shared memory that the driver takes per program."""
+
+
+def traffic_bytes(spec: Spec, effective_batch: int) -> float:
+    """Bytes that a launch moves at least: state, its share of write-backs, and half a ring."""
+    state = spec.state_bytes(effective_batch)
+    if spec.op == "native_step":
+        return 2.0 * state
+    width = DTYPE_BYTES[spec.ring_dtype]
+    per_head = spec.head_dim * width + 4
+    per_group = spec.state_size * width
+    tokens = spec.window / 2
+    ring = tokens * effective_batch * (per_head + per_group / spec.heads_per_group)
+    return state * (1 + 1 / spec.window) + ring
+
+
+def resident_programs(gpu: Gpu, compiled: Compiled) -> int:
+    """Programs of the main kernel that one multiprocessor holds at a time; at least 1."""
+    kernel, warps = compiled.step, compiled.variant.tile.num_warps
+    registers = -(-kernel.registers // 8) * 8 * 32 * warps
+    return max(
+        1,
+        min(
+            gpu.registers_per_sm // registers,
+            gpu.shared_bytes_per_sm // (kernel.shared_bytes + _DRIVER_SHARED_BYTES),
+            gpu.max_warps_per_sm // warps,
+            _MAX_PROGRAMS_PER_SM,
+        ),
+    )
+
+
+def estimate_us(
+    gpu: Gpu, compiled: Compiled, effective_batch: int, constants: Constants = CONSTANTS
+) -> float:
+    """Estimated time of one step in the staggered mix (the native step: of every step), in µs."""
+    k, spec, variant, kernel = constants, compiled.spec, compiled.variant, compiled.step
+    structure, tile = variant.structure, variant.tile
+    heads = tile.heads_per_program
+    if structure.role == "native":
+        ran, chain = k.native_share * kernel.instructions, k.native_cycles
+    else:
+        ran = kernel.instructions * (k.fixed_share + k.head_share * heads)
+        chain = k.early_cycles if structure.load == "early" else k.late_cycles
+        chain += k.score_cycles if structure.scores == "dot" else 0.0
+    ran += k.spill_instructions * kernel.spills_bytes * heads
+    waits = 0.0 if tile.num_stages > 1 else k.head_cycles * heads
+    life_cycles = chain + k.barrier_cycles * math.log2(tile.num_warps) + ran * k.instruction_cycles + waits
+    programs = effective_batch * -(-spec.head_dim // tile.block_p) / heads
+    waves = max(1.0, programs / (resident_programs(gpu, compiled) * gpu.sm_count))
+    issued = programs * tile.num_warps * ran
+    launches = k.launch_us + (k.second_launch_us if len(compiled.kernels) > 1 else 0.0)
+    time_us = (
+        launches
+        + traffic_bytes(spec, effective_batch) / (gpu.memory_gbps * 1e3)
+        + issued / (4 * gpu.sm_count * gpu.clock_mhz * k.issue_rate)
+        + waves * life_cycles / gpu.clock_mhz
+    )
+    return time_us * (1 - k.evict_gain) if tile.evict_first else time_us
+
+
+def rank(gpu: Gpu, compiled: Iterable[Compiled], effective_batch: int) -> list[tuple[Variant, float]]:
+    """Points of one role with their estimates in µs, best first."""
+    estimates = ((c.variant, estimate_us(gpu, c, effective_batch)) for c in compiled)
+    return sorted(estimates, key=lambda pair: (pair[1], pair[0]))
+
+
+def promising(spec: Spec, role: str) -> tuple[Variant, ...]:
+    """The points of ``both`` or ``native`` that are worth compiling where nothing can be timed."""
+    points = space.points(spec, role)
+    return tuple(v for v in points.variants if v == points.default or _is_promising(v))
+
+
+def _is_promising(variant: Variant) -> bool:
+    structure, tile = variant.structure, variant.tile
+    if structure.role == "native":
+        return tile.block_n >= 64 and tile.num_warps <= 2
+    if structure != Structure("both", load=structure.load, readout=structure.readout):
+        return False
+    if structure.load == "early":
+        return tile.block_p >= 4 and tile.num_warps <= 4 and tile.evict_first
+    if structure.readout == "dot":
+        return tile.num_warps <= 2
+    pipelined = tile.num_stages > 1
+    return not tile.max_registers and tile.heads_per_program != 2 and pipelined == (tile.num_warps > 1)
+
+
+def thinned(variants: Sequence[Variant], most: int) -> tuple[Variant, ...]:
+    """At most ``most`` of the points, evenly over their order; the first one always."""
+    if len(variants) <= most:
+        return tuple(variants)
+    step = (len(variants) - 1) / max(1, most - 1)
+    return tuple(dict.fromkeys(variants[min(len(variants) - 1, round(i * step))] for i in range(most)))
+
+
+@dataclass(frozen=True)
+class StaticTune:
+    """Result of :func:`static_tune`.
+
+    Args:
+        rows: A row per spec (native ones included) and effective batch.
+        specs: What was tried.
+        gate_failures: Structures that are numerically wrong in the interpreter.
+        share: Of the optimum that the model's picks reach on recorded landscapes.
+        notes: What a reader of the rows must know.
+    """
+
+    rows: tuple[Row, ...]
+    specs: tuple[SpecPlan, ...]
+    gate_failures: tuple[str, ...]
+    share: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def static_tune(
+    job: Job, cache_dir: Path, workers: int, report: Report, max_variants: int = MAX_VARIANTS
+) -> StaticTune:
+    """Choose a plan for every cell of ``job`` by analysis; times nothing.
+
+    Args:
+        cache_dir: Of the compile pool.
+        workers: Compiler processes; no fewer than there are processors, since nothing else runs.
+        max_variants: Points to compile over all specs; a trial budget of the job bounds it too.
+
+    Raises:
+        ToolchainError: The compiler or Triton's interpreter does not work.
+    """
+    version = check_toolchain()
+    gpu = job.target.gpu
+    works = [part for work in job.work for part in (work, dataclasses.replace(work, spec=work.spec.native))]
+    chosen = _points(works, min(max_variants, job.budget.trials or max_variants))
+    workers = max(workers, len(os.sched_getaffinity(0)))
+    jobs = [(spec, variant) for spec, variants in chosen.items() for variant in variants]
+    results: dict[tuple[Spec, Variant], Compiled] = {}
+    structures = dict.fromkeys((spec, variant.structure) for spec, variant in jobs)
+    with (
+        InterpretedGate(structures, cache_dir / "modules") as gate,
+        CompilePool(gpu, workers, COMPILE_TIMEOUT_S, cache_dir) as pool,
+    ):
+        for done, result in enumerate(pool.run(jobs), 1):
+            results[result.spec, result.variant] = result
+            report(Event("compile", done, len(jobs), f"{len(chosen)} specs"))
+        report(Event("numerics", 0, len(structures), "in Triton's interpreter"))
+        wrong = gate.failures()
+        report(Event("numerics", len(structures), len(structures)))
+    plans: list[SpecPlan] = []
+    rows: list[Row] = []
+    for spec, variants in chosen.items():
+        role = _role(spec)
+        points = space.points(spec, role)
+        kept, drops = select((results[spec, v] for v in variants), gpu.limits, points.default)
+        bad = [c for c in kept if (spec, c.variant.structure) in wrong]
+        kept = tuple(c for c in kept if c not in bad)
+        drops += tuple(Drop(c.variant, "gate", wrong[spec, c.variant.structure]) for c in bad)
+        batches = sorted({batch for work in works if work.spec == spec for batch in work.effective_batches})
+        plans.append(_spec_plan(points, len(variants), len(kept), drops, batches))
+        rows += _rows(gpu, spec, kept, batches, version)
+    return StaticTune(
+        rows=tuple(_with_native_times(rows)),
+        specs=tuple(plans),
+        gate_failures=tuple(f"{spec.key} {s.key}: {reason}" for (spec, s), reason in wrong.items()),
+        share=RECORDED_SHARE,
+        notes=(
+            "times are estimates of an analytical model, made for ranking",
+            "numerics were checked in Triton's interpreter, with fp16 in place of bf16",
+        ),
+    )
+
+
+def _role(spec: Spec) -> str:
+    return "native" if spec.op == "native_step" else "both"
+
+
+def _points(works: Iterable[Work], most: int) -> dict[Spec, tuple[Variant, ...]]:
+    """Points to compile by spec, each spec's promising ones thinned by the same factor."""
+    wanted = {work.spec: promising(work.spec, _role(work.spec)) for work in works}
+    share = min(1.0, most / sum(map(len, wanted.values()))) if wanted else 1.0
+    return {spec: thinned(vs, max(2, math.floor(share * len(vs)))) for spec, vs in wanted.items()}
+
+
+def _spec_plan(
+    points: space.Space, tried: int, kept: int, drops: Sequence[Drop], batches: Sequence[int]
+) -> SpecPlan:
+    counts = collections.Counter(drop.reason for drop in drops)
+    examples = {drop.reason: drop.variant.key for drop in drops}
+    dropped = [Dropped(reason, count, examples[reason]) for reason, count in counts.most_common()]
+    dropped += [Dropped(f"constraint: {name}", count) for name, count in points.rejected.items()]
+    if len(points.variants) > tried:
+        dropped.append(Dropped("less promising, not compiled", len(points.variants) - tried))
+    return SpecPlan(points.spec, tuple(batches), points.total, kept, tuple(dropped))
+
+
+def _rows(
+    gpu: Gpu, spec: Spec, compiled: Sequence[Compiled], batches: Sequence[int], version: str
+) -> list[Row]:
+    """A row per batch: the best estimate, or its neighbour's choice where that ties."""
+    by_variant = {c.variant: c for c in compiled}
+    default = space.points(spec, _role(spec)).default
+    rows: list[Row] = []
+    before: Variant | None = None
+    for batch in batches if compiled else ():
+        ranking = rank(gpu, compiled, batch)
+        times = dict(ranking)
+        winner = ranking[0][0]
+        if before is not None and times[before] <= ranking[0][1] * (1 + TIE):
+            winner = before
+        before = winner
+        default_us = times.get(default) if default is not None else None
+        rows.append(
+            Row(
+                spec=spec,
+                effective_batch=batch,
+                plan=Plan((winner,)),
+                source="static",
+                module_digests=(digest_of(spec, winner.structure),),
+                binaries=((by_variant[winner].binary(version),),),
+                time_us=_digits(times[winner]),
+                native_time_us=None,
+                default_time_us=None if default_us is None else _digits(default_us),
+                roof_time_us=None,
+                noise_floor=None,
+                nonflush_time_us=None,
+                flush_time_us=None,
+                nonflush_roof_us=None,
+                flush_roof_us=None,
+                samples_us=(),
+                verdict=f"best of {len(compiled)} by analysis",
+                origin="",
+                numerics=Plan((winner,)).numerics,
+            )
+        )
+    return rows
+
+
+def _with_native_times(rows: Sequence[Row]) -> list[Row]:
+    native = {(row.spec, row.effective_batch): row.time_us for row in rows if row.spec.op == "native_step"}
+    return [
+        dataclasses.replace(row, native_time_us=native.get((row.spec.native, row.effective_batch)))
+        for row in rows
+    ]
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
