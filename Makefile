@@ -1,7 +1,7 @@
 # Everything runs from a virtual environment that the first target sets up.
 #   make tune GPU=H100    tune for a GPU: on it, or statically where there is none
 #   make test             lint and the test suite
-#   make setup | lint | format | generate | clean    see CONTRIBUTING.md
+#   make setup | lint | format | generate | docs | clean    see CONTRIBUTING.md
 # Variables: PYTHON (>= 3.10), VENV_FLAGS, TORCH, PIP_FLAGS, GPU, ARGS, PYTEST_FLAGS. To use the torch of
 # an existing Python:  make tune PYTHON=/path/to/python3 VENV_FLAGS=--system-site-packages
 
@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test tune generate clean $(VENV)
+.PHONY: help setup lint format test tune generate docs clean $(VENV)
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +52,13 @@ tune: $(STAMP)
 
 generate: $(STAMP)
 	$(BIN)/replayssm-tune generate --output generated $(ARGS)
+
+# What documents say of records and code: figures, tables, the command line.
+docs: $(STAMP)
+	$(BIN)/python benchmarks/summary.py --write-docs
+	$(BIN)/python benchmarks/figure.py
+	$(BIN)/python -m replayssm_tune.tuner.cli.reference docs/cli.md
+	$(BIN)/python -m replayssm_tune.codegen.catalogue docs/*.md
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

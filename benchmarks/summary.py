@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -92,6 +93,7 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
 def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     spec = Spec.parse(cell["spec"])
     batch = cell["effective_batch"]
+    cell = _finite(cell)
     key: Cell = {
         "family": spec.family,
         "op": spec.op,
@@ -130,6 +132,17 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     for kernel, value in steps.items():
         if value is not None:
             yield _record("step_time_us", {**key, "kernel": kernel}, value, None, "us", False)
+
+
+def _finite(value: Any) -> Any:
+    """``value`` without the infinite times of what did not run."""
+    if isinstance(value, dict):
+        return {
+            key: _finite(item)
+            for key, item in value.items()
+            if not isinstance(item, float) or math.isfinite(item)
+        }
+    return value
 
 
 def mix_roof_us(spec: Spec, roof_us: dict[str, float]) -> float | None:
@@ -200,15 +213,37 @@ def _layer(cell: Cell) -> str:
     return f"{cell['head_dim']} x {cell['state_size']}, {cell['heads_per_group']} heads/group"
 
 
-def steps_region(records: Sequence[Record]) -> str:
-    """Step time of every timed cell: roof, replay, native, and what they mean for each other."""
+Steps = list[tuple[Cell, dict[str, float]]]
+"""Timed cells in order, each with its step times in µs by kernel."""
+
+STEPS_HEADER = ("GPU", "head dim x state", "state", "effective batch", "roof, µs", "replay, µs", "native, µs",
+                "default, µs", "of roof", "vs native")  # fmt: skip
+
+OVERVIEW_BATCHES = (1, 128, 1024, 8192, 32768)
+"""Of each curve the overview shows the batches nearest to these."""
+
+
+def _steps(records: Sequence[Record]) -> Steps:
     cells: dict[str, tuple[Cell, dict[str, float]]] = {}
     for record in select(records, "step_time_us"):
         cell = {k: v for k, v in record["cell"].items() if k != "kernel"}
         values = cells.setdefault(json.dumps(cell), (cell, {}))[1]
         values[record["cell"]["kernel"]] = record["value"]
+    return list(cells.values())
+
+
+def _curves(records: Sequence[Record]) -> list[Steps]:
+    """Timed cells that differ in their batch alone, together."""
+    curves: dict[str, Steps] = {}
+    for cell, values in _steps(records):
+        curve = json.dumps({k: v for k, v in cell.items() if k != "effective_batch"})
+        curves.setdefault(curve, []).append((cell, values))
+    return list(curves.values())
+
+
+def _steps_table(steps: Steps) -> str:
     rows = []
-    for cell, values in cells.values():
+    for cell, values in steps:
         replay = values.get("replay")
         rows.append(
             [
@@ -221,8 +256,51 @@ def steps_region(records: Sequence[Record]) -> str:
                 f"{values['native'] / replay:.2f}" if replay and "native" in values else "",
             ]
         )
-    header = ["GPU", "head dim x state", "state", "effective batch", "roof, µs", "replay, µs", "native, µs",
-              "default, µs", "of roof", "vs native"]  # fmt: skip
+    return _markdown(STEPS_HEADER, rows)
+
+
+def steps_region(records: Sequence[Record]) -> str:
+    """Step time of every timed cell: roof, replay, native, and what they mean for each other."""
+    return _steps_table(_steps(records))
+
+
+def overview_region(records: Sequence[Record]) -> str:
+    """A few batches of every curve, the smallest one included."""
+    chosen: Steps = []
+    for curve in _curves(records):
+        batches = [cell["effective_batch"] for cell, _ in curve]
+        shown = {min(batches, key=lambda b: abs(math.log(b / near))) for near in OVERVIEW_BATCHES}
+        chosen += [step for step in curve if step[0]["effective_batch"] in shown]
+    return _steps_table(chosen)
+
+
+def losses_region(records: Sequence[Record]) -> str:
+    """Per curve: where the native kernel is faster than replay, and where nothing beat the default."""
+    rows = []
+    for curve in _curves(records):
+        ratios = {
+            c["effective_batch"]: v["native"] / v["replay"] for c, v in curve if {"native", "replay"} <= {*v}
+        }
+        if not ratios:
+            continue
+        lost = [batch for batch, ratio in ratios.items() if ratio < 1]
+        default = sum("default" in v and v["default"] <= v.get("replay", 0.0) for _, v in curve)
+        cell = curve[0][0]
+        rows.append(
+            [
+                cell["gpu"],
+                _layer(cell),
+                cell["state_dtype"],
+                str(len(curve)),
+                str(len(lost)),
+                str(max(lost)) if lost else "",
+                f"{min(ratios.values()):.2f}",
+                f"{max(ratios.values()):.2f}",
+                str(default),
+            ]
+        )
+    measured = ["batches timed", "native faster at", "up to effective batch", "worst vs native"]
+    header = ["GPU", "head dim x state", "state", *measured, "best vs native", "default unbeaten at"]
     return _markdown(header, rows)
 
 
@@ -243,12 +321,18 @@ def asked_region(records: Sequence[Record]) -> str:
                 what,
                 f"{record['value']:.3g}{unit}",
                 f"{sign} {record['asked']:.3g}{unit}",
+                "yes" if reached(record) else "no",
             ]
         )
-    return _markdown(["figure", "GPU", "of", "value", "asked"], rows)
+    return _markdown(["figure", "GPU", "of", "value", "asked", "reached"], rows)
 
 
-REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {"steps": steps_region, "asked": asked_region}
+REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
+    "steps": steps_region,
+    "overview": overview_region,
+    "losses": losses_region,
+    "asked": asked_region,
+}
 """Generated regions of documents by name."""
 
 _REGION = re.compile(

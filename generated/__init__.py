@@ -1,3 +1,5 @@
+"""Emitted kernels and dispatch tables: written by the tuner, never edited by hand."""
+
 if "." not in __name__:
     raise ImportError(
         f"'{__name__}' is a room of the package replayssm_tune, not a package: use "

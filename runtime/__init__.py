@@ -1,5 +1,83 @@
+"""What ships: the ops, dispatch, cursors and the eager reference. Needs torch and triton alone.
+
+The public names are here; importing this package is cheap, each name is loaded when it is first asked
+for, and on a machine without a GPU nothing needs Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 if "." not in __name__:
     raise ImportError(
         f"'{__name__}' is a room of the package replayssm_tune, not a package: use "
         f"'import replayssm_tune.{__name__}' (from a checkout: `make .venv`, then .venv/bin/python)"
     )
+
+if TYPE_CHECKING:
+    from .errors import (
+        ArgumentError,
+        CompileError,
+        DispatchError,
+        ReplayError,
+        SpecError,
+        TableError,
+        ToolchainError,
+    )
+    from .launch import warmup
+    from .ops import (
+        Cache,
+        bytes_per_slot,
+        commit,
+        drained,
+        make_cache,
+        mamba2_native_step,
+        mamba2_step,
+        reset,
+    )
+    from .spec import Spec
+else:
+    _ERRORS = (
+        "ArgumentError", "CompileError", "DispatchError", "ReplayError", "SpecError", "TableError",
+        "ToolchainError",
+    )  # fmt: skip
+    _OPS = (
+        "Cache", "bytes_per_slot", "commit", "drained", "make_cache", "mamba2_native_step", "mamba2_step",
+        "reset",
+    )  # fmt: skip
+    _HOMES = {
+        **dict.fromkeys(_ERRORS, "errors"),
+        **dict.fromkeys(_OPS, "ops"),
+        "Spec": "spec",
+        "warmup": "launch",
+    }
+
+    def __getattr__(name):
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        value = getattr(importlib.import_module(f".{home}", __name__), name)
+        globals()[name] = value
+        return value
+
+
+__all__ = [
+    "ArgumentError",
+    "Cache",
+    "CompileError",
+    "DispatchError",
+    "ReplayError",
+    "Spec",
+    "SpecError",
+    "TableError",
+    "ToolchainError",
+    "bytes_per_slot",
+    "commit",
+    "drained",
+    "make_cache",
+    "mamba2_native_step",
+    "mamba2_step",
+    "reset",
+    "warmup",
+]

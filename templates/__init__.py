@@ -1,3 +1,5 @@
+"""Jinja sources of the kernels: one skeleton per op, the macros of each family, and what they share."""
+
 if "." not in __name__:
     raise ImportError(
         f"'{__name__}' is a room of the package replayssm_tune, not a package: use "

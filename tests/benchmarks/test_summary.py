@@ -122,6 +122,27 @@ def test_asked_region_shows_goal_and_value():
     assert "| 0.991 | ≥ 0.93 |" in summary.asked_region(records)
 
 
+def test_what_did_not_run_makes_no_claims():
+    records = summary.derive([("a.json", run(cell(128, native_us=float("inf"))))])
+    assert summary.select(records, "mix_vs_native") == []
+    assert "Infinity" not in summary.dumps(records)
+    assert "| 300 |  | 360 |" in summary.steps_region(records)
+
+
+def test_losses_are_counted_per_curve():
+    slow = cell(64, native_us=240.0, default_us={"mix": 300.0})
+    records = summary.derive([("a.json", run(slow, cell(128), cell(32, native_us=270.0)))])
+    row = "| H200 | 64 x 128, 16 heads/group | fp32 | 3 | 2 | 64 | 0.80 | 1.87 | 1 |"
+    assert row in summary.losses_region(records)
+    assert summary.losses_region([]).count("\n") == 1
+
+
+def test_the_overview_shows_the_smallest_batch_and_those_near_round_ones():
+    records = summary.derive([("a.json", run(*map(cell, (16, 48, 128, 192, 1024, 16384, 32768))))])
+    shown = [line.split(" | ")[3] for line in summary.overview_region(records).splitlines()[2:]]
+    assert shown == ["16", "128", "1024", "16384", "32768"]
+
+
 def test_reached():
     assert summary.reached({"value": 0.9, "asked": 0.9, "higher_is_better": True})
     assert not summary.reached({"value": 7, "asked": 6, "higher_is_better": False})

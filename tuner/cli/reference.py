@@ -1,7 +1,8 @@
 """The command line's reference in Markdown, made from the commands themselves.
 
 ``python -m replayssm_tune.tuner.cli.reference docs/cli.md`` rewrites the generated regions of a
-document: each stands between ``<!-- cli:begin VERB -->`` (or ``exit-codes``) and ``<!-- cli:end -->``.
+document: each stands between ``<!-- cli:begin VERB -->`` (or ``exit-codes``, ``models``) and
+``<!-- cli:end -->``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from .. import models
 from .exit_codes import MEANING
 from .main import cli
 from .tune import tune
@@ -62,14 +64,27 @@ def exit_codes_table() -> str:
     return "\n".join(["| code | meaning |", "|---|---|", *rows])
 
 
+def models_table() -> str:
+    """The models that ``--model`` knows."""
+    rows = (
+        f"| `{m.name}` | {m.heads} | {m.head_dim} | {m.state_size} | {m.groups} | {m.state_dtype} "
+        f"| {'yes' if m.verified else 'no'} |"
+        for m in models.known()
+    )
+    header = "| model | heads | head dim | state size | groups | state | verified |"
+    return "\n".join([header, "|---|---|---|---|---|---|---|", *rows])
+
+
 def section(name: str) -> str:
-    """Body of the region ``name``: ``exit-codes``, or a verb such as ``tune`` or ``table show``.
+    """Body of the region ``name``: ``exit-codes``, ``models``, or a verb such as ``tune`` or ``table show``.
 
     Raises:
         KeyError: No such verb.
     """
     if name == "exit-codes":
         return exit_codes_table()
+    if name == "models":
+        return models_table()
     command: click.Command = cli
     for word in name.split():
         if not isinstance(command, click.Group):

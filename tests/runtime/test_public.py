@@ -1,0 +1,34 @@
+"""The names that ``replayssm_tune.runtime`` offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from replayssm_tune import runtime
+from replayssm_tune.runtime import ops
+
+
+def test_every_public_name_is_there() -> None:
+    for name in runtime.__all__:
+        assert getattr(runtime, name).__name__ == name
+    assert runtime.mamba2_step is ops.mamba2_step
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'mamba3_step'"):
+        runtime.mamba3_step  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
+    code = "import sys, replayssm_tune.runtime; print(sorted({'torch', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_specs_and_errors_need_no_torch() -> None:
+    code = "import sys; from replayssm_tune.runtime import Spec, SpecError; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
