@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from replayssm_tune.runtime import ops
+from replayssm_tune.codegen.render import render
+from replayssm_tune.runtime import modules, ops
+from replayssm_tune.runtime.compiled import ModuleSource
+from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Pool, Step, Trajectory, relative_rms
 
@@ -84,7 +88,7 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
         out = torch.full_like(step.x, float("nan"))
         launch(trajectory, pool, step, out)
 
-        padded = torch.ones(trajectory.rows, dtype=torch.bool)
+        padded = torch.ones(trajectory.rows, dtype=torch.bool, device=out.device)
         padded[step.live] = False
         assert torch.equal(out[padded], torch.zeros_like(out[padded]))
         changed = pool.storage != before
@@ -145,3 +149,35 @@ def driver() -> Driver:
 @pytest.fixture(params=["step", "native_step"])
 def op(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """What runs on both devices: the eager reference on one, kernels on the other."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def module_source(tmp_path_factory: pytest.TempPathFactory) -> ModuleSource:
+    """Renders any module into a folder of this session."""
+    folder = tmp_path_factory.mktemp("kernels")
+
+    def find(spec: Spec, structure: Structure) -> Path:
+        path = folder / f"{modules.module_name(spec, structure)}.py"
+        if not path.exists():
+            path.write_text(render(spec, structure), encoding="utf-8")
+        return path
+
+    return find
+
+
+@pytest.fixture
+def renders(monkeypatch: pytest.MonkeyPatch, module_source: ModuleSource) -> None:
+    """The public ops find modules of any spec, as where the tool is installed."""
+
+    def find(key: str, names: tuple[str, ...]) -> Path:
+        del names
+        spec, _, structure = key.partition("/")
+        return module_source(Spec.parse(spec), Structure(*structure.split(".")))
+
+    monkeypatch.setattr(modules, "_renderer", lambda: find)

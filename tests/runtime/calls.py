@@ -1,0 +1,89 @@
+"""Calls of the public ops with random contents, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm_tune.runtime import ops
+from replayssm_tune.runtime.dtypes import TORCH_DTYPES
+from replayssm_tune.runtime.spec import Spec
+
+P64 = Spec("mamba2", "step", 64, 128, 16, 16)
+P64_BF16 = replace(P64, state_dtype="bf16")
+P80 = Spec("mamba2", "step", 80, 128, 12, 16)
+"""Specs whose kernels and table rows ship."""
+
+CACHES = ("state", "ring_x", "ring_b", "ring_decay")
+CURSORS = ("ring_start", "ring_len")
+
+
+def random_call(
+    spec: Spec,
+    rows: int,
+    heads: int,
+    device: str,
+    slots: int | None = None,
+    index_dtype: torch.dtype = torch.int32,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of a legal call; every other row of a step flushes, the others hold half a window.
+
+    Rows lie in shuffled slots; caches are contiguous.
+    """
+    g = torch.Generator(device).manual_seed(seed)
+    activation = TORCH_DTYPES[spec.activation_dtype]
+    groups = heads // spec.heads_per_group
+    slots = rows if slots is None else slots
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=g, device=device).to(dtype)
+
+    cache = ops.make_cache(spec, slots, heads, groups, device)
+    cache.state.copy_(normal(*cache.state.shape))
+    slot = torch.randperm(slots, generator=g, device=device)[:rows]
+    given: dict[str, Any] = {
+        "x": normal(rows, heads, spec.head_dim, dtype=activation),
+        "dt": normal(rows, heads, dtype=activation),
+        "A": -1.0 - 15.0 * torch.rand(heads, generator=g, device=device),
+        "B": normal(rows, groups, spec.state_size, dtype=activation),
+        "C": normal(rows, groups, spec.state_size, dtype=activation),
+        "D": normal(heads),
+        "dt_bias": normal(heads) - 4.0,
+        "state": cache.state,
+        "slot_index": slot.to(index_dtype),
+    }
+    if spec.op == "native_step":
+        return given
+    cache.ring_x.copy_(normal(*cache.ring_x.shape))
+    cache.ring_b.copy_(normal(*cache.ring_b.shape))
+    cache.ring_decay.uniform_(0.001, 0.1, generator=g)
+    cache.ring_start.random_(0, cache.capacity, generator=g)
+    cache.ring_len.fill_(spec.window // 2)
+    cache.ring_len[slot[::2]] = spec.window
+    return given | {name: getattr(cache, name) for name in (*CACHES, *CURSORS)} | {"window": spec.window}
+
+
+def call(given: dict[str, Any]) -> Tensor:
+    """The step, or the native step where no window is given."""
+    return ops.mamba2_step(**given) if "window" in given else ops.mamba2_native_step(**given)
+
+
+def commit(given: dict[str, Any], accepted: Tensor | None = None) -> None:
+    """Move the cursors after a call; None accepts every token."""
+    ops.commit(
+        torch.ones_like(given["slot_index"]) if accepted is None else accepted,
+        ring_start=given["ring_start"],
+        ring_len=given["ring_len"],
+        slot_index=given["slot_index"],
+        window=given["window"],
+        capacity=given["ring_x"].shape[2],
+    )
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    """The same call on memory of its own."""
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in given.items()}

@@ -1,0 +1,236 @@
+"""Numbers of the compiled kernels: the gate's bounds through the public ops, structures, long runs.
+
+Tests with a device run on CPUs too, through the eager reference, so that they are known to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from replayssm_tune.codegen.space import broken_constraint
+from replayssm_tune.runtime import ops
+from replayssm_tune.runtime.compiled import ModuleSource
+from replayssm_tune.runtime.oracle import Oracle
+from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR, Gate
+from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
+from tests.runtime.calls import CACHES, P64, P64_BF16, P80, call, copied, random_call
+
+GATED_BF16 = dataclasses.replace(P64_BF16, has_z=True)
+EXACT = dataclasses.replace(P64, activation_dtype="fp32", ring_dtype="fp32")
+
+SCENES: dict[str, tuple[Spec, dict[str, Any]]] = {
+    "p64-fp32": (P64, {}),
+    "p64-bf16": (P64_BF16, {}),
+    "p80-fp32": (P80, {}),
+    "native-p64-fp32": (P64.native, {}),
+    "native-p64-bf16": (P64_BF16.native, {}),
+    "native-p80-fp32": (P80.native, {}),
+    "int64-null-slot": (P64_BF16, {"index_dtype": torch.int64, "null_slot": 3}),
+    "unaligned-bf16": (P64_BF16, {"gap_bytes": 4}),
+    "unaligned-fp32": (P64, {"gap_bytes": 4}),
+    "gated": (GATED_BF16, {"null_slot": 0}),
+    "gated-native": (GATED_BF16.native, {}),
+}
+
+
+def scene_of(spec: Spec, device: str, **options: Any) -> Trajectory:
+    """A trajectory with two groups of heads (one on a CPU) in which some rows flush."""
+    large = device == "cuda"
+    heads, steps = (2, 28) if large else (1, 16)
+    options = {"accept": 0.9, "attend": 0.9} | options
+    return Trajectory(spec, heads=heads * spec.heads_per_group, steps=steps, device=device, **options)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_public_ops_pass_the_gate(driver: Any, device: str, renders: None, name: str) -> None:
+    spec, options = SCENES[name]
+    scene = scene_of(spec, device, **options)
+    state = scene.pool().state
+    unaligned = bool(state.stride(2) * state.element_size() % 16)
+    assert unaligned == ("gap_bytes" in options)
+    errors = driver.run(scene)
+    assert driver.passes_gate(errors), errors
+    assert errors.state_by_launch
+
+
+@pytest.mark.parametrize("spec", [EXACT, EXACT.native], ids=["step", "native"])
+def test_fp32_is_exact_and_tf32_would_fail(driver: Any, device: str, renders: None, spec: Spec) -> None:
+    scene = scene_of(spec, device)
+    errors = driver.run(scene)
+    assert driver.passes_gate(errors), errors
+    # The same trajectory with inputs as a TF32 product would see them.
+    pool, outputs = scene.pool(), []
+    for step in scene:
+        rounded = dataclasses.replace(step, x=tf32(step.x), B=tf32(step.B), C=tf32(step.C))
+        outputs.append(driver.launch(scene, pool, rounded)[step.live])
+        driver.commit(scene, pool, step)
+    error = relative_rms(torch.cat(outputs), errors.expected)
+    assert error > ERROR_FACTOR * errors.ideal_y + ERROR_FLOOR
+    assert error < 1e-2
+
+
+def tf32(value: torch.Tensor) -> torch.Tensor:
+    """fp32 rounded to the ten mantissa bits of TF32."""
+    return ((value.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+SMALL = Spec("mamba2", "step", 48, 64, 4, 8, state_dtype="bf16")
+ODD = Spec("mamba2", "step", 80, 96, 12, 8, activation_dtype="fp16", state_dtype="fp16", ring_dtype="fp16")
+
+
+def plan(*launches: tuple[Structure, Tile]) -> Plan:
+    return Plan(tuple(Variant(*launch) for launch in launches))
+
+
+def both(tile: Tile, **choices: str) -> Plan:
+    return plan((Structure("both", **choices), tile))
+
+
+PLANS: dict[str, tuple[Spec, Plan]] = {
+    "precomputed": (SMALL, both(Tile(16, 64, 64), coefficients="precomputed")),
+    "masked-rows": (SMALL, both(Tile(64, 32, 32, heads_per_program=2))),
+    "early": (SMALL, both(Tile(16, 32, 64, num_warps=2, evict_first=True), load="early")),
+    "dot": (
+        SMALL,
+        both(Tile(16, 64, 32, heads_per_program=4, num_warps=2, num_stages=2), readout="dot"),
+    ),
+    "scores-by-dot": (SMALL, both(Tile(16, 64, 64), scores="dot")),
+    "rebuild": (SMALL, both(Tile(16, 64, 32, heads_per_program=2), route="rebuild")),
+    "two-launches": (
+        SMALL,
+        plan(
+            (Structure("nonflush", load="early"), Tile(16, 32)),
+            (
+                Structure("flush", readout="dot"),
+                Tile(16, 64, 32, heads_per_program=4, num_warps=2, num_stages=2),
+            ),
+        ),
+    ),
+    "two-launches-precomputed": (
+        SMALL,
+        plan(
+            (
+                Structure("nonflush", coefficients="precomputed", readout="dot"),
+                Tile(16, 64, heads_per_program=4, num_stages=2),
+            ),
+            (Structure("flush", load="early"), Tile(16, 32, 64)),
+        ),
+    ),
+    "native": (SMALL.native, plan((Structure("native"), Tile(16, 32)))),
+    "odd-fp16": (ODD, both(Tile(32, 64, 64, heads_per_program=4))),
+    "odd-fp16-dot": (
+        ODD,
+        both(Tile(16, 128, 64, heads_per_program=4, num_warps=2, num_stages=2), readout="dot"),
+    ),
+}
+
+
+def test_the_gated_plans_are_legal_and_cover_every_choice() -> None:
+    seen: dict[str, set[str]] = {name: set() for name in STRUCTURE_VALUES}
+    for spec, candidate in PLANS.values():
+        for variant in candidate.variants:
+            assert not broken_constraint(spec, variant), variant.key
+            for name, values in seen.items():
+                values.add(getattr(variant.structure, name))
+    assert seen == {name: set(values) for name, values in STRUCTURE_VALUES.items()}
+
+
+@pytest.fixture(scope="module")
+def gates() -> Iterator[dict[Spec, Gate]]:
+    """Gates by spec, made on first use."""
+    kept: dict[Spec, Gate] = {}
+    yield kept
+    kept.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLANS)
+def test_structures_pass_the_gate(name: str, gates: dict[Spec, Gate], module_source: ModuleSource) -> None:
+    spec, candidate = PLANS[name]
+    if spec not in gates:
+        gates[spec] = Gate(
+            Trajectory(spec, heads=2 * spec.heads_per_group, sequences=7, steps=20, device="cuda")
+        )
+    verdict = gates[spec].check(candidate, module_source)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("spec", [P64, P64_BF16, P64_BF16.native], ids=["fp32", "bf16", "native"])
+def test_launches_from_the_same_memory_agree(device: str, spec: Spec) -> None:
+    """At a batch that fills the GPU, with rows of both branches in one launch."""
+    rows, launches = (512, 20) if device == "cuda" else (4, 3)
+    given = random_call(spec, rows, 16, device)
+    written = [name for name in CACHES if name in given]
+    saved = copied(given)
+    first: list[torch.Tensor] = []
+    for _ in range(launches):
+        for name in written:
+            given[name].copy_(saved[name])
+        found = [call(given), *(given[name] for name in written)]
+        if not first:
+            first = [tensor.clone() for tensor in found]
+        for tensor, expected in zip(found, first, strict=True):
+            assert torch.equal(tensor, expected)
+    assert all(bool(tensor.isfinite().all()) for tensor in first)
+    stored = (first[1] != saved["state"]).flatten(1).any(1)
+    assert int(stored.sum()) == (rows if spec.op == "native_step" else rows // 2)
+
+
+def test_error_does_not_grow_over_a_long_run(device: str, renders: None) -> None:
+    """2,000 tokens with random accepts: the stored states late in the run are as good as early ones."""
+    spec = Spec("mamba2", "step", 16, 32, 2, 8)
+    tokens, rows, heads, groups = (2000 if device == "cuda" else 400), 3, 4, 2
+    g = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    x = normal(tokens, rows, heads, spec.head_dim).bfloat16().to(device)
+    dt = (normal(tokens, rows, heads) - 4.0).bfloat16().to(device)
+    B = normal(tokens, rows, groups, spec.state_size).bfloat16().to(device)
+    C = normal(tokens, rows, groups, spec.state_size).bfloat16().to(device)
+    accepted_on_host = (torch.rand(tokens, rows, generator=g) < 0.8).int()
+    accepted = accepted_on_host.to(device)
+    A = (-1.0 - 15.0 * torch.rand(heads, generator=g)).to(device)
+    D, dt_bias = normal(heads).to(device), normal(heads).mul(0.1).to(device)
+    cache = ops.make_cache(spec, 5, heads, groups, device)
+    cache.state.copy_(normal(*cache.state.shape).to(device))
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    sequences = torch.arange(rows, device=device)
+    oracle = Oracle(cache.state[slots.long()], A, D=D, dt_bias=dt_bias)
+    out, errors = torch.empty_like(x[0]), []
+    length = torch.zeros(rows, dtype=torch.int32)
+    for token in range(tokens):
+        flushes = length + 1 > spec.window
+        ops.mamba2_step(
+            x[token], dt[token], A, B[token], C[token], D=D, dt_bias=dt_bias, slot_index=slots,
+            window=spec.window, out=out, state=cache.state, ring_x=cache.ring_x, ring_b=cache.ring_b,
+            ring_decay=cache.ring_decay, ring_start=cache.ring_start, ring_len=cache.ring_len,
+        )  # fmt: skip
+        if bool(flushes.any()):
+            # What a flush stores is the committed state before this token.
+            row = flushes.nonzero()[:, 0].to(device)
+            errors.append(relative_rms(cache.state[slots.long()[row]], oracle.state[row]))
+        oracle.step(sequences, x[token], dt[token], B[token], C[token])
+        oracle.commit(accepted[token])
+        ops.commit(
+            accepted[token].clone(), ring_start=cache.ring_start, ring_len=cache.ring_len, slot_index=slots,
+            window=spec.window, capacity=cache.capacity,
+        )  # fmt: skip
+        length = torch.where(flushes, 0, length) + accepted_on_host[token]
+    assert torch.equal(cache.ring_len[slots.long()].cpu(), length)
+    assert len(errors) > tokens // 10
+    assert max(errors) < 1e-5
+    early, late = errors[: len(errors) // 4], errors[-len(errors) // 4 :]
+    assert rms(late) < 1.5 * rms(early) + 1e-7
+
+
+def rms(values: list[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).square().mean().sqrt())
