@@ -50,7 +50,7 @@ def cache_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compiled(cache_dir):
     """Results by (capability, variant)."""
-    found: dict[object, object] = {}
+    found: dict[object, Compiled] = {}
     for gpu in (H200, *(targets.find(name) for name in ("A100", "B200", "RTX PRO 6000"))):
         with CompilePool(gpu, 2, 120.0, cache_dir) as pool:
             found |= {(gpu.capability, result.variant): result for result in pool.run(SAMPLE)}
