@@ -103,6 +103,6 @@ def _tidy(source: str) -> str:
             while out and not out[-1]:
                 out.pop()
             out += ["", ""]
-        if line or (out and out[-1] and not out[-1].startswith((" ", "def ", "@"))):
+        if line or (out and out[-1] and not out[-1].startswith((" ", "def ", "@", ")"))):
             out.append(line)
     return "\n".join(out).strip() + "\n"

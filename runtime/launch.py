@@ -222,6 +222,7 @@ def warmup(
     effective_batches: Sequence[int],
     device: torch.device | str = "cuda",
     index_dtype: torch.dtype = torch.int32,
+    aligned: bool = True,
 ) -> int:
     """Compile everything that steps of ``spec`` and their cursor ops will need, ahead of a capture.
 
@@ -230,6 +231,8 @@ def warmup(
         effective_batches: Sequences x heads of the captures.
         device: CUDA device.
         index_dtype: dtype of slot_index and of accepted counts.
+        aligned: Pointers and strides of the captures are multiples of 16 bytes. Call once more with
+            False for a pool where they are not.
 
     Returns:
         Number of plans compiled (or loaded from Triton's cache).
@@ -245,7 +248,7 @@ def warmup(
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
     dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in arguments)
     for plan in plans:
-        _compiled(spec, plan, dtypes, True, device_index)
+        _compiled(spec, plan, dtypes, aligned, device_index)
     with torch.cuda.device(device_index):
         slots = torch.full((1,), -1, dtype=index_dtype, device="cuda")
         cursor = torch.zeros(1, dtype=torch.int32, device="cuda")

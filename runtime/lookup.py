@@ -3,7 +3,7 @@
 The first of these that has a row wins:
 
 =============  ==================================================================
-``user``       the user's tables for this GPU
+``user``       rows of the user's tables for this GPU, static ones excepted
 ``measured``   rows measured on this GPU
 ``sister``     rows measured on another GPU of this capability and SM count
 ``architecture``  rows measured on the same architecture, nearest SM count first
@@ -256,7 +256,7 @@ class Lookup:
                 for series in self._series[other]:
                     step = _step(series, gpu)
                     if step:
-                        own = (distance > 0, STEPS.index(step), distance, series.static)
+                        own = (distance > 0, STEPS.index(step), distance, series.static, not series.user)
                         ranked.append((own + _preference(series.gpu, gpu), _Link(step, series, other)))
             chain = tuple(link for _, link in sorted(ranked, key=lambda item: item[0]))
             self._chains[spec, gpu] = chain
@@ -368,7 +368,7 @@ def _step(series: _Series, gpu: GpuInfo) -> str | None:
         gpu.vendor, gpu.capability, gpu.sm_count,
     )  # fmt: skip
     known_other = alike and _other_model(theirs.name, gpu.name)
-    if alike and series.user and not known_other:
+    if alike and series.user and not series.static and not known_other:
         return "user"
     if series.static:
         return "static" if alike else None
