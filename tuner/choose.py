@@ -181,8 +181,9 @@ class _Race:
         times: dict[Plan, float] = {}
         spreads = []
         for plan in field:
-            if times and plan not in held and allowance.spent:
-                continue
+            spent = times and plan not in held and allowance.spent
+            if spent and self._meter.find(self._cell, plan.variants, self._mode, self._prefix) is None:
+                continue  # what the search has timed costs nothing
             # Without a prefix this is the search's own tag: what the search timed is remembered.
             result = self._meter.measure(
                 self._cell, plan.variants, self._mode, self._rules.repeats, self._prefix
