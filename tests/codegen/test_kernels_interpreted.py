@@ -1,0 +1,178 @@
+"""The kernels' contract over structures, dtypes, odd sizes and pools, in Triton's interpreter.
+
+Scenes (shape, dtypes, optional inputs, pool) cover all pairs of their factors. Every legal structure
+runs on at least two scenes, so that each meets both dtypes, both head dims and both state sizes; the
+gate checks outputs, stored states, ring entries, untouched bytes, padded rows and equal repeats.
+bf16 and long trajectories need a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from replayssm_tune.codegen.space import legal_structures
+from replayssm_tune.runtime.plan import Plan, Structure
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.interpreted import small_variant
+from tests.interpreter import run_interpreted
+
+FACTORS = {
+    "dtype": ("fp32", "fp16", "mixed"),
+    "head_dim": (16, 20),
+    "state_size": (32, 24),
+    "has_z": (False, True),
+    "has_d": (True, False),
+    "has_dt_bias": (True, False),
+    "dt_softplus": (True, False),
+    "index_dtype": ("int32", "int64"),
+    "gap_bytes": (16, 4),
+    "spare": (0, 2),
+}
+"""``mixed``: fp16 inputs and ring beside an fp32 state. ``gap_bytes`` 4: nothing is aligned."""
+
+DTYPES = {"fp32": ("fp32", "fp32"), "fp16": ("fp16", "fp16"), "mixed": ("fp16", "fp32")}
+
+Scene = dict[str, object]
+
+
+def all_pairs() -> set[frozenset[tuple[str, object]]]:
+    return {
+        frozenset(((a, x), (b, y)))
+        for a, b in itertools.combinations(FACTORS, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+    }
+
+
+def pairs_of(scene: Scene) -> set[frozenset[tuple[str, object]]]:
+    return {frozenset(pair) for pair in itertools.combinations(scene.items(), 2)}
+
+
+def scenes() -> list[Scene]:
+    """Few scenes that cover every pair of values: each is the best extension of an open pair."""
+    open_pairs = all_pairs()
+    found: list[Scene] = []
+    while open_pairs:
+        first = dict(min(open_pairs, key=lambda pair: sorted(map(str, pair))))
+        scene: Scene = {}
+        for name, values in FACTORS.items():
+            if name in first:
+                scene[name] = first[name]
+                continue
+            known = [(n, v) for n, v in {**first, **scene}.items() if n != name]
+            scene[name] = max(
+                values,
+                key=lambda value: sum(frozenset(((name, value), other)) in open_pairs for other in known),
+            )
+        open_pairs -= pairs_of(scene)
+        found.append(scene)
+    return found
+
+
+def spec_of(scene: Scene) -> Spec:
+    activation, state = DTYPES[str(scene["dtype"])]
+    flags = {name: scene[name] for name in ("has_z", "has_d", "has_dt_bias", "dt_softplus")}
+    return Spec(
+        "mamba2", "step", int(str(scene["head_dim"])), int(str(scene["state_size"])), 2, 4,
+        activation_dtype=activation, state_dtype=state, ring_dtype=activation, **flags,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def structures() -> list[Structure]:
+    everywhere = dict.fromkeys(s for scene in scenes() for s in legal_structures(spec_of(scene)))
+    return sorted(everywhere)
+
+
+def plans_of(spec: Spec, chosen: list[Structure]) -> list[Plan]:
+    """Plans that run the chosen structures; those of half a step meet each other in turn."""
+    both = [s for s in chosen if s.role == "both"]
+    nonflush = [s for s in chosen if s.role == "nonflush"]
+    flush = [s for s in chosen if s.role == "flush"]
+    plans = [Plan((small_variant(spec, s),)) for s in both]
+    for i in range(max(len(nonflush), len(flush))):
+        first = nonflush[i % len(nonflush)] if nonflush else Structure("nonflush")
+        second = flush[i % len(flush)] if flush else Structure("flush")
+        plans.append(Plan((small_variant(spec, first), small_variant(spec, second))))
+    return plans
+
+
+def assignment() -> dict[int, list[Structure]]:
+    """Structures by scene: each on two scenes that differ in head dim and state size."""
+    all_scenes = scenes()
+    legal = [set(legal_structures(spec_of(scene))) for scene in all_scenes]
+    load = [0] * len(all_scenes)
+    chosen: dict[int, list[Structure]] = {i: [] for i in range(len(all_scenes))}
+    for structure in structures():
+        possible = [i for i in range(len(all_scenes)) if structure in legal[i]]
+
+        def cost(pair: tuple[int, int]) -> tuple[int, int, bool]:
+            one, other = (all_scenes[i] for i in pair)
+            alike = sum(one[name] == other[name] for name in ("head_dim", "state_size"))
+            return alike, sum(load[i] ** 2 for i in pair), one["dtype"] == other["dtype"]
+
+        first, second = min(itertools.combinations(possible, 2), key=cost)
+        for i in (first, second):
+            load[i] += 1
+            chosen[i].append(structure)
+    return chosen
+
+
+def test_scenes_cover_all_pairs_of_values():
+    found = scenes()
+    assert set().union(*map(pairs_of, found)) == all_pairs()
+    assert len(found) <= 14
+
+
+def test_every_structure_meets_other_dtypes_and_sizes():
+    all_scenes = scenes()
+    met: dict[Structure, list[Scene]] = {}
+    for i, chosen in assignment().items():
+        for structure in chosen:
+            met.setdefault(structure, []).append(all_scenes[i])
+    assert set(met) == set(structures())
+    for structure, seen in met.items():
+        for name in ("head_dim", "state_size"):
+            assert len({scene[name] for scene in seen}) == 2, structure.key
+
+
+@pytest.mark.interpreter
+def test_rings_wrap_in_these_scenes():
+    wrapping = [
+        run_interpreted("tests.codegen.interpreted_gate:wraps", spec_of(scene).key, scene["spare"])
+        for scene in scenes()
+    ]
+    assert sum(wrapping) > len(wrapping) / 2
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("index", range(len(scenes())))
+def test_structures_pass_the_gate(index, tmp_path):
+    scene = scenes()[index]
+    spec = spec_of(scene)
+    plans = plans_of(spec, assignment()[index])
+    found = run_interpreted(
+        "tests.codegen.interpreted_gate:verdicts",
+        spec.key,
+        [plan.key for plan in plans],
+        scene["index_dtype"],
+        scene["gap_bytes"],
+        scene["spare"],
+        str(tmp_path),
+    )
+    assert len(found) == len({plan.key for plan in plans})
+    assert {key: reason for key, reason in found.items() if reason} == {}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("index", range(0, len(scenes()), 3))
+def test_the_native_step_passes_the_gate(index, tmp_path):
+    scene = scenes()[index]
+    spec = spec_of(scene).native
+    plan = Plan((small_variant(spec, Structure("native")),))
+    found = run_interpreted(
+        "tests.codegen.interpreted_gate:verdicts",
+        spec.key, [plan.key], scene["index_dtype"], scene["gap_bytes"], 0, str(tmp_path),
+    )  # fmt: skip
+    assert found == {plan.key: ""}
