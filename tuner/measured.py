@@ -203,18 +203,30 @@ class MeasuredTune:
         """As :meth:`_gate`, of a whole plan."""
         return "; ".join(filter(None, (self._gate(spec, variant) for variant in plan.variants)))
 
-    def cells(self, work: Work, step: Candidates, native: Candidates) -> list[CellResult]:
-        """Search and choose along the curve of batches of one spec."""
+    def cells(self, work: Work, step: Candidates, native: Candidates, share: float = 1.0) -> list[CellResult]:
+        """Search and choose along the curve of batches of one spec.
+
+        Args:
+            work: The spec and its batches.
+            step: Points of the spec.
+            native: Points of its native baseline.
+            share: Of the budget that is left: half of it to search, half to choose.
+        """
         spec = work.spec
         batches = batches_of(work)
         self._stage = spec.key
-        rankings = {role: self._search(spec, step, role, batches) for role in ("both", "nonflush", "flush")}
-        natives = self._search(spec.native, native, "native", batches)
+        share *= 0.5
+        rankings = {
+            role: self._search(spec, step, role, batches, self._budget(share / (4 - i)))
+            for i, role in enumerate(("both", "nonflush", "flush"))
+        }
+        natives = self._search(spec.native, native, "native", batches, self._budget(share))
         results: dict[int, CellResult] = {}
         previous: list[Plan] = []
-        for batch in batches:
+        for i, batch in enumerate(batches):
             plans = _compose(spec, rankings, batch)
-            results[batch] = self._cell(spec, batch, plans, natives[batch], previous)
+            budget = self._budget(share / (len(batches) - i))
+            results[batch] = self._cell(spec, batch, plans, natives[batch], previous, budget)
             winner = results[batch].verdict.winner
             previous = [winner] if winner else previous
         for attempt in range(1, RETRIES + 1):
@@ -222,7 +234,8 @@ class MeasuredTune:
             doubtful = suspects(points, self._gpu.memory_gbps)
             for batch in doubtful:
                 plans = _compose(spec, rankings, batch)
-                results[batch] = self._cell(spec, batch, plans, natives[batch], [], attempt)
+                budget = self._budget()
+                results[batch] = self._cell(spec, batch, plans, natives[batch], [], budget, attempt)
         return list(results.values())
 
     def served_cells(self, work: Work, served: Mapping[tuple[Spec, int], Plan]) -> list[CellResult]:
@@ -244,24 +257,23 @@ class MeasuredTune:
                         where=f"{of.key}@{batch}: {plan.key}",
                         hint="tune this shape anew on this GPU",
                     )
-            results.append(self._cell(spec, batch, [step], (Ranked(native.variants[0], 0.0),), []))
+            results.append(self._cell(spec, batch, [step], (Ranked(native.variants[0], 0.0),), [], Budget()))
         return results
 
     def _search(
-        self, spec: Spec, candidates: Candidates, role: str, batches: Sequence[int]
+        self, spec: Spec, candidates: Candidates, role: str, batches: Sequence[int], budget: Budget
     ) -> dict[int, Ranking]:
         variants = tuple(candidates.by_role.get(role, ()))
         if not variants:
             return dict.fromkeys(batches, ())
         default = default_plan(spec).variants[0]
         first = default if default.structure.role == role else variants[0]
-        return search(
-            SearchSpace(spec, variants, first), batches, self.meter, self._budget(), settings=SETTINGS
-        )
+        return search(SearchSpace(spec, variants, first), batches, self.meter, budget, settings=SETTINGS)
 
-    def _budget(self) -> Budget:
-        seconds = None if math.isinf(self._deadline) else max(0.0, self._deadline - time.monotonic())
-        points = None if self._trials is None else max(0, self._trials - self.meter.visited)
+    def _budget(self, share: float = 1.0) -> Budget:
+        """``share`` of the budget that is left."""
+        seconds = None if math.isinf(self._deadline) else max(0.0, self._deadline - time.monotonic()) * share
+        points = None if self._trials is None else round(max(0, self._trials - self.meter.visited) * share)
         return Budget(points=points, seconds=seconds)
 
     def _cell(
@@ -271,6 +283,7 @@ class MeasuredTune:
         plans: Sequence[Plan],
         natives: Ranking,
         neighbours: Sequence[Plan],
+        budget: Budget,
         attempt: int = 0,
     ) -> CellResult:
         cell = Cell(spec, batch)
@@ -281,7 +294,7 @@ class MeasuredTune:
             mode="mix",
             default=default_plan(spec),
             neighbours=neighbours,
-            budget=self._budget(),
+            budget=budget,
             rules=RULES,
             attempt=attempt,
         )
@@ -300,7 +313,7 @@ class MeasuredTune:
             self.meter,
             mode="native",
             default=default_plan(spec.native),
-            budget=self._budget(),
+            budget=budget,
             rules=NATIVE_RULES,
             attempt=attempt,
         )

@@ -105,9 +105,9 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         tuning = MeasuredTune(job, gpu_bench, store, report)
         found = tuning.prepare(pool)
         pool.close()
-        for work in job.work:
+        for i, work in enumerate(job.work):
             step, native = found[work.spec], found[work.spec.native]
-            results_of_work = tuning.cells(work, step, native)
+            results_of_work = tuning.cells(work, step, native, 1 / (len(job.work) - i))
             cells += results_of_work
             rows += _rows(results_of_work, step, native, environment.triton)
     table = _table(gpu, environment, rows)

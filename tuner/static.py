@@ -72,7 +72,7 @@ CONSTANTS: Final = Constants()
 RECORDED_SHARE: Final = {"median": 0.995, "p10": 0.937}
 """Share of the optimum that the model's picks reach over the cells of the recorded landscapes."""
 
-MAX_VARIANTS: Final = 600
+MAX_VARIANTS: Final = 400
 """Points that a static tune compiles at most, over all specs: five minutes on two cores."""
 
 COMPILE_TIMEOUT_S: Final = 120.0

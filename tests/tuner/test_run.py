@@ -182,6 +182,13 @@ def test_a_spent_budget_still_gives_every_cell_a_row(fake: type[FakeBench], tmp_
     assert len(tuned.table.rows) == 4
 
 
+def test_a_short_budget_still_uses_what_the_search_found(fake: type[FakeBench], tmp_path: Path) -> None:
+    run.tune(job(tmp_path, (1,), Budget(trials=60)), silent)
+    table = load(tmp_path / "generated" / "tables" / "h200.json")
+    (row,) = (row for row in table.rows if row.spec.op == "step")
+    assert row.plan.variants[0].structure.load == "early"
+
+
 def test_bench_times_what_is_served_and_remembers_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
     run.bench(job(tmp_path, (64,)), tmp_path / "results", silent)
     first = len(fake.asked)
