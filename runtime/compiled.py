@@ -24,6 +24,9 @@ from .spec import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+Launch = Callable[["tuple[Tensor, ...]", int, int], None]
+"""Launches a plan on tensors, with a null slot, on a raw stream; see :meth:`CompiledPlan.bind`."""
+
 ModuleSource = Callable[[Spec, Structure], Path]
 """Where the module of (spec, structure) lies as a file: a package, or a renderer's cache."""
 
@@ -85,40 +88,46 @@ class CompiledPlan:
             self._launches.append((launcher, variant, True, constants(variant.tile)))
         self._needs_scratch = any(v.structure.coefficients == "precomputed" for v in variants)
 
-    def launch(
-        self,
-        tensors: tuple[Tensor, ...],
-        strides: tuple[int, ...],
-        rows: int,
-        heads: int,
-        scalars: tuple[int, ...],
-        stream: int,
-    ) -> None:
-        """Launch the plan on ``stream``.
+    def bind(self, rows: int, heads: int, strides: tuple[int, ...], scalars: tuple[int, ...] = ()) -> Launch:
+        """The launch of one shape: all but tensors, null slot and stream is worked out here.
 
         Args:
-            tensors: In argument order, without the scratch.
-            strides: Of :func:`tensor_strides`.
             rows: Sequences, the second grid dimension.
             heads: Heads on this device.
-            scalars: Ring capacity and null slot (native: null slot alone).
-            stream: Raw CUDA stream.
+            strides: Of :func:`tensor_strides`.
+            scalars: The ring capacity; nothing for native plans.
+
+        Returns:
+            A function of the tensors (in argument order, without the scratch), the null slot (-1 for
+            none) and the raw CUDA stream.
         """
-        spec = self.spec
-        scratch: tuple[Tensor, ...] = ()
-        if self._needs_scratch:
-            size = heads * scratch_size(spec)
-            scratch = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)
+        spec, size = self.spec, heads * scratch_size(self.spec)
+        bound = []
         for launcher, variant, tiled, values in self._launches:
-            tile = variant.tile
+            tile, precomputed = variant.tile, variant.structure.coefficients == "precomputed"
+            blocks = heads // spec.heads_per_group
             if tiled:
                 blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
-            else:
-                blocks = heads // spec.heads_per_group
-            arguments: tuple[object, ...] = (*tensors, *strides)
-            if variant.structure.coefficients == "precomputed":
-                arguments = (*tensors, *scratch, *strides, scratch[0].stride(0))
-            launcher(blocks, rows, stream, *arguments, *scalars, *values)
+            fixed = (*strides, size, *scalars) if precomputed else (*strides, *scalars)
+            bound.append((launcher, blocks, precomputed, fixed, values))
+
+        if len(bound) == 1:
+            launcher, blocks, _, fixed, values = bound[0]
+
+            def launch_one(tensors: tuple[Tensor, ...], null_slot: int, stream: int) -> None:
+                launcher(blocks, rows, stream, *tensors, *fixed, null_slot, *values)
+
+            return launch_one
+
+        def launch_all(tensors: tuple[Tensor, ...], null_slot: int, stream: int) -> None:
+            scratch: tuple[Tensor, ...] = ()
+            if self._needs_scratch:
+                scratch = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)
+            for launcher, blocks, precomputed, fixed, values in bound:
+                extra = scratch if precomputed else ()
+                launcher(blocks, rows, stream, *tensors, *extra, *fixed, null_slot, *values)
+
+        return launch_all
 
 
 def _launcher(

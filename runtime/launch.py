@@ -18,7 +18,7 @@ from torch import Tensor
 from .abi import TensorArgument, tensor_arguments
 from .build import ALIGNMENT_BYTES
 from .checks import Signature
-from .compiled import CompiledPlan
+from .compiled import CompiledPlan, Launch
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .lookup import announce, default_lookup
 from .modules import cursors_path, load_module, module_path
@@ -74,25 +74,21 @@ class _Launcher:
     def __init__(self, signature: Signature, device_index: int, native: bool) -> None:
         spec = signature.spec
         arguments = tensor_arguments(spec, Structure("native" if native else "both"))
-        self.rows, self.heads = signature.rows, signature.heads
         self.device_index = device_index
-        self.strides = tuple(
-            stride for a in arguments for stride in signature.strides[a.name][: len(a.stride_dims)]
-        )
-        self.scalars = () if native else (signature.capacity,)
+        strides = tuple(s for a in arguments for s in signature.strides[a.name][: len(a.stride_dims)])
+        scalars = () if native else (signature.capacity,)
+        self._shape = (signature.rows, signature.heads, strides, scalars)
         self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
         self.vectorized = tuple(i for i, a in enumerate(arguments) if a.vectorized)
         self.strides_aligned = all(_is_aligned(a, signature) for a in arguments)
-        self._plans: list[CompiledPlan | None] = [None, None]
+        self._launches: list[Launch | None] = [None, None]
 
-    def plan(self, aligned: bool) -> CompiledPlan:
-        """The plan for pointers that are, or are not, multiples of 16 bytes."""
-        compiled = self._plans[aligned]
-        if compiled is None:
-            compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self.device_index)
-            self._plans[aligned] = compiled
-        return compiled
+    def _launch(self, aligned: bool) -> Launch:
+        """The launch for pointers that are, or are not, multiples of 16 bytes."""
+        compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self.device_index)
+        launch = self._launches[aligned] = compiled.bind(*self._shape)
+        return launch
 
     def launch(self, tensors: tuple[Tensor, ...], null_slot: int) -> None:
         """Launch on the current stream; ``tensors`` in argument order."""
@@ -102,9 +98,8 @@ class _Launcher:
             for index in self.vectorized:
                 pointers |= tensors[index].data_ptr()
             aligned = not pointers % ALIGNMENT_BYTES
-        compiled = self._plans[aligned] or self.plan(aligned)
-        stream = _raw_stream(self.device_index)
-        compiled.launch(tensors, self.strides, self.rows, self.heads, (*self.scalars, null_slot), stream)
+        launch = self._launches[aligned] or self._launch(aligned)
+        launch(tensors, null_slot, _raw_stream(self.device_index))
 
 
 def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:

@@ -190,9 +190,9 @@ class PlanRunner:
             self._compiled[aligned] = compiled
         stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
         null_slot = -1 if trajectory.null_slot is None else trajectory.null_slot
-        scalars = (null_slot,) if self._structure.role == "native" else (pool.capacity, null_slot)
+        scalars = () if self._structure.role == "native" else (pool.capacity,)
         strides = tensor_strides(spec, self._structure, tensors)
-        compiled.launch(tuple(tensors), strides, shape[0], shape[1], scalars, stream)
+        compiled.bind(shape[0], shape[1], strides, scalars)(tuple(tensors), null_slot, stream)
         return out
 
 

@@ -166,12 +166,12 @@ class LayerStack:
         dtypes = tuple(DTYPE_NAMES[t.dtype] for t in layers[0])
         compiled = compile_variants(self.spec, variants, dtypes)
         strides = tensor_strides(self.spec, structure, layers[0])
-        scalars = (-1,) if self.native else (self.spec.window + self.spec.num_tokens, -1)
-        rows, heads = self.shape.rows, self.shape.heads
+        scalars = () if self.native else (self.spec.window + self.spec.num_tokens,)
+        launch = compiled.bind(self.shape.rows, self.shape.heads, strides, scalars)
         raw_stream = torch.cuda.current_stream
 
         def call(tensors: tuple[torch.Tensor, ...]) -> None:
-            compiled.launch(tensors, strides, rows, heads, scalars, raw_stream().cuda_stream)
+            launch(tensors, -1, raw_stream().cuda_stream)
 
         launches = [functools.partial(call, tensors) for tensors in layers]
         return [launches[i % len(launches)] for i in range(max(len(launches), GRAPH_LAUNCHES))]
