@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
-from ..runtime.table import Row
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
@@ -377,64 +376,6 @@ def gate_plan(spec: Spec, variant: Variant) -> Plan:
     return Plan((Variant(Structure("nonflush"), Tile(16, min(64, block))), variant))
 
 
-def row_of(result: CellResult, compiled: Callable[[Variant], Compiled], triton_version: str) -> Row | None:
-    """The table's row of a cell; None if nothing ran."""
-    verdict, plan = result.verdict, result.verdict.winner
-    if plan is None:
-        return None
-    return Row(
-        spec=result.spec,
-        effective_batch=result.effective_batch,
-        plan=plan,
-        source="measured",
-        module_digests=tuple(digest_of(result.spec, v.structure) for v in plan.variants),
-        binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
-        time_us=_digits(verdict.time_us),
-        native_time_us=_digits(result.native.time_us),
-        default_time_us=_digits(verdict.default_time_us),
-        roof_time_us=_digits(result.mix_roof_us),
-        noise_floor=_digits(verdict.noise_floor),
-        nonflush_time_us=_digits(result.nonflush.time_us),
-        flush_time_us=_digits(result.flush.time_us),
-        nonflush_roof_us=_digits(result.read_us),
-        flush_roof_us=_digits(result.scale_us),
-        samples_us=_samples(verdict.samples_us),
-        verdict=verdict.reason,
-        origin="",
-        numerics=plan.numerics,
-    )
-
-
-def native_row_of(
-    result: CellResult, compiled: Callable[[Variant], Compiled], triton_version: str
-) -> Row | None:
-    """The table's row of the cell's native baseline; None if nothing ran."""
-    verdict, plan, spec = result.native, result.native.winner, result.spec.native
-    if plan is None:
-        return None
-    return Row(
-        spec=spec,
-        effective_batch=result.effective_batch,
-        plan=plan,
-        source="measured",
-        module_digests=tuple(digest_of(spec, v.structure) for v in plan.variants),
-        binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
-        time_us=_digits(verdict.time_us),
-        native_time_us=_digits(verdict.time_us),
-        default_time_us=_digits(verdict.default_time_us),
-        roof_time_us=_digits(result.scale_us),
-        noise_floor=_digits(verdict.noise_floor),
-        nonflush_time_us=None,
-        flush_time_us=_digits(verdict.time_us),
-        nonflush_roof_us=None,
-        flush_roof_us=_digits(result.scale_us),
-        samples_us=_samples(verdict.samples_us),
-        verdict=verdict.reason,
-        origin="",
-        numerics=plan.numerics,
-    )
-
-
 def workers() -> int:
     """Compiler processes to run: all processors but one, which the bench needs."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
@@ -443,15 +384,6 @@ def workers() -> int:
 @functools.lru_cache(maxsize=16384)
 def _digest(cell: Cell, variants: tuple[Variant, ...]) -> str:
     return "+".join(digest_of(cell.spec, variant.structure) for variant in variants)
-
-
-def _digits(value: float | None) -> float | None:
-    """Five significant digits: more are noise, and make tables hard to compare."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
-
-
-def _samples(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(float(f"{value:.5g}") for value in values)
 
 
 def cache_folder(root: Path) -> Path:

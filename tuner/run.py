@@ -32,8 +32,6 @@ from .measured import (
     batches_of,
     cache_folder,
     compile_candidates,
-    native_row_of,
-    row_of,
     spec_jobs,
     workers,
 )
@@ -41,6 +39,7 @@ from .progress import Report
 from .records import Environment
 from .report import Planned, Served, SpecPlan, Tuned
 from .request import Job, Work
+from .rows import native_row, step_row
 from .static import static_tune
 from .store import Store
 
@@ -170,7 +169,7 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
             cells += tuning.served_cells(work, served)
         for cell in cells:
             of_step = functools.partial(_compiled, compiled, cell.spec)
-            rows += filter(None, [row_of(cell, of_step, environment.triton)])
+            rows += filter(None, [step_row(cell, of_step, environment.triton)])
     path = _record("bench", job, environment, cells, {}, results)
     return Tuned(
         table=_table(gpu, environment, rows),
@@ -230,8 +229,8 @@ def _static(job: Job, report: Report) -> Tuned:
 def _rows(cells: Iterable[CellResult], step: Candidates, native: Candidates, version: str) -> list[Row]:
     rows = []
     for cell in cells:
-        rows.append(row_of(cell, step.compiled.__getitem__, version))
-        rows.append(native_row_of(cell, native.compiled.__getitem__, version))
+        rows.append(step_row(cell, step.compiled.__getitem__, version))
+        rows.append(native_row(cell, native.compiled.__getitem__, version))
     return [row for row in rows if row is not None]
 
 

@@ -1,0 +1,93 @@
+"""Rows of a dispatch table from the results of a measured tune."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..codegen.compile import Compiled
+from ..codegen.emit import digest_of
+from ..runtime.plan import Variant
+from ..runtime.spec import Spec
+from ..runtime.table import Row
+from .choose import Verdict
+from .measured import CellResult
+
+Binaries = Callable[[Variant], Compiled]
+"""What the compiler made of a variant."""
+
+
+def step_row(result: CellResult, compiled: Binaries, triton_version: str) -> Row | None:
+    """The row of a cell; None if nothing ran.
+
+    Args:
+        result: The cell.
+        compiled: Binaries of the step's variants.
+        triton_version: That they were compiled with.
+    """
+    return _row(
+        result.spec,
+        result,
+        result.verdict,
+        compiled,
+        triton_version,
+        roof_us=result.mix_roof_us,
+        nonflush_us=result.nonflush.time_us,
+        flush_us=result.flush.time_us,
+    )
+
+
+def native_row(result: CellResult, compiled: Binaries, triton_version: str) -> Row | None:
+    """The row of a cell's native baseline; None if nothing ran. Every step of it is a flush."""
+    return _row(
+        result.spec.native,
+        result,
+        result.native,
+        compiled,
+        triton_version,
+        roof_us=result.scale_us,
+        nonflush_us=None,
+        flush_us=result.native.time_us,
+    )
+
+
+def _row(
+    spec: Spec,
+    result: CellResult,
+    verdict: Verdict,
+    compiled: Binaries,
+    triton_version: str,
+    *,
+    roof_us: float,
+    nonflush_us: float | None,
+    flush_us: float,
+) -> Row | None:
+    plan = verdict.winner
+    if plan is None:
+        return None
+    return Row(
+        spec=spec,
+        effective_batch=result.effective_batch,
+        plan=plan,
+        source="measured",
+        module_digests=tuple(digest_of(spec, v.structure) for v in plan.variants),
+        binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
+        time_us=_digits(verdict.time_us),
+        native_time_us=_digits(result.native.time_us),
+        default_time_us=_digits(verdict.default_time_us),
+        roof_time_us=_digits(roof_us),
+        noise_floor=_digits(verdict.noise_floor),
+        nonflush_time_us=_digits(nonflush_us),
+        flush_time_us=_digits(flush_us),
+        nonflush_roof_us=None if nonflush_us is None else _digits(result.read_us),
+        flush_roof_us=_digits(result.scale_us),
+        samples_us=tuple(float(f"{sample:.5g}") for sample in verdict.samples_us),
+        verdict=verdict.reason,
+        origin="",
+        numerics=plan.numerics,
+    )
+
+
+def _digits(value: float | None) -> float | None:
+    """Five significant digits: more are noise, and make tables hard to compare."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
