@@ -156,7 +156,8 @@ class GpuWorker:
         return graph
 
     def _stack_of(self, cell: Cell) -> LayerStack:
-        from .measure import LayerStack, shape_for
+        from .measure import LayerStack
+        from .shapes import shape_for
 
         key = (cell.spec, cell.effective_batch)
         if self._stack is None or self._stack[0] != key:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +24,7 @@ from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ..runtime.plan import Structure, Variant
 from ..runtime.spec import Spec
 from . import roofs
+from .shapes import Shape
 
 L2_MULTIPLE = 5
 """State bytes of all layers together, in units of the GPU's L2."""
@@ -33,30 +33,6 @@ GRAPH_LAUNCHES = 8
 
 Compiler = Callable[[Spec, tuple[Variant, ...], tuple[str, ...]], CompiledPlan]
 """Compiles kernels for tensors of the given dtypes, or returns them from a cache."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How an effective batch is laid out: sequences x heads of this GPU."""
-
-    rows: int
-    heads: int
-
-    @property
-    def effective_batch(self) -> int:
-        """Sequences x heads."""
-        return self.rows * self.heads
-
-
-MAX_GROUPS = 8
-"""Groups of one sequence at most, as models have them; beyond, sequences are added."""
-
-
-def shape_for(spec: Spec, effective_batch: int) -> Shape:
-    """Layout of about ``effective_batch`` heads: whole groups of heads, in as few sequences as can be."""
-    groups = max(1, round(effective_batch / spec.heads_per_group))
-    rows = -(-groups // MAX_GROUPS)
-    return Shape(rows, spec.heads_per_group * max(1, round(groups / rows)))
 
 
 class LayerStack:

@@ -26,7 +26,6 @@ from ..runtime.spec import Spec
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
-from .measure import shape_for
 from .meter import Budget, Meter
 from .progress import Event, Report
 from .records import ROLE_MODES, Cell, Measurement
@@ -35,6 +34,7 @@ from .report import Dropped, SpecPlan
 from .request import Job, Work
 from .search import Ranked, Ranking, Settings, compose, search
 from .search import Space as SearchSpace
+from .shapes import shape_for
 from .store import Store
 
 FINAL_REPEATS = 8
@@ -212,7 +212,7 @@ class MeasuredTune:
             share: Of the budget that is left: half of it to search, half to choose.
         """
         spec = work.spec
-        batches = batches_of(work)
+        batches = work.effective_batches
         self._stage = spec.key
         share *= 0.5
         rankings = {
@@ -246,7 +246,7 @@ class MeasuredTune:
         spec = work.spec
         self._stage = spec.key
         results = []
-        for batch in batches_of(work):
+        for batch in work.effective_batches:
             step, native = served[spec, batch], served[spec.native, batch]
             for of, plan in ((spec, step), (spec.native, native)):
                 verdict = self._gated(of, plan)
@@ -358,11 +358,6 @@ class MeasuredTune:
 def _compose(spec: Spec, rankings: Mapping[str, Mapping[int, Ranking]], batch: int) -> tuple[Plan, ...]:
     both, nonflush, flush = (rankings[role][batch] for role in ("both", "nonflush", "flush"))
     return compose(spec, both, nonflush, flush)
-
-
-def batches_of(work: Work) -> list[int]:
-    """The effective batches that ``work`` is measured at: whole groups and sequences."""
-    return sorted({shape_for(work.spec, batch).effective_batch for batch in work.effective_batches})
 
 
 def gate_plan(spec: Spec, variant: Variant) -> Plan:

@@ -16,6 +16,7 @@ from ..runtime.spec import DTYPE_BYTES, Spec
 from . import device
 from .errors import GpuMismatchError, NoGpuError, UsageError
 from .models import DEFAULT_TENSOR_PARALLEL, Model, specs, split
+from .shapes import shape_for
 
 MAX_EFFECTIVE_BATCH: Final = 65536
 DEFAULT_STATE_DTYPES: Final = ("fp32", "bf16")
@@ -180,7 +181,7 @@ def resolve_work(
         window: Ring tokens before a flush.
         drafts: Draft tokens per step, one spec each.
         batches: Sequences per GPU; empty takes the canonical grid, from one sequence of the most
-            split layer to :data:`MAX_EFFECTIVE_BATCH`.
+            split layer to :data:`MAX_EFFECTIVE_BATCH`, each point as near as whole groups of heads come.
 
     Raises:
         SpecError: A split or shape that no kernel can serve.
@@ -224,7 +225,8 @@ def _possible_splits(model: Model) -> tuple[int, ...]:
 def _effective_batches(spec: Spec, heads: set[int], batches: Sequence[int], gpu: Gpu) -> tuple[int, ...]:
     if not batches:
         grid = batch_grid(min(heads), MAX_EFFECTIVE_BATCH)
-        return tuple(point for point in grid if fits(spec, point, gpu.memory_bytes))
+        whole = sorted({shape_for(spec, point).effective_batch for point in grid})
+        return tuple(point for point in whole if fits(spec, point, gpu.memory_bytes))
     asked = sorted({sequences * count for sequences in batches for count in heads})
     for point in asked:
         if not fits(spec, point, gpu.memory_bytes):

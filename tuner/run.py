@@ -29,7 +29,6 @@ from .measured import (
     Candidates,
     CellResult,
     MeasuredTune,
-    batches_of,
     cache_folder,
     compile_candidates,
     spec_jobs,
@@ -148,7 +147,7 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
         (spec, batch): lookup.find(spec, batch, gpu.info).plan
         for work in job.work
         for spec in (work.spec, work.spec.native)
-        for batch in batches_of(work)
+        for batch in work.effective_batches
     }
     kernels = {
         (spec, v) for (spec, _), p in served.items() for v in (*p.variants, *default_plan(spec).variants)

@@ -18,10 +18,10 @@ from replayssm_tune.runtime.table import load
 from replayssm_tune.tuner import measured, models, run
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.gate import Verdict
-from replayssm_tune.tuner.measure import shape_for
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Environment, Timing
 from replayssm_tune.tuner.request import Budget, Job, Target, resolve_work
+from replayssm_tune.tuner.shapes import shape_for
 
 GPU = targets.find("H200")
 HERE = Environment("NVIDIA H200", (9, 0), 132, "3.9.0", "2.13.0", "580.1")
