@@ -454,8 +454,8 @@ def draw_tuned(data: Data, console: Console) -> None:
     if data["static_share"]:
         median, p10 = (_share(data["static_share"].get(name)) for name in ("median", "p10"))
         console.print(
-            f"on the landscapes it was calibrated on, the analytical model's picks reach {median} of the optimum "
-            f"(median; 10th percentile {p10})"
+            "on the landscapes it was calibrated on, the analytical model's picks reach "
+            f"{median} of the optimum (median; 10th percentile {p10})"
         )
     for failure in data["gate_failures"]:
         console.print(f"numerically wrong, left out: {failure}")

@@ -104,7 +104,10 @@ def resolve_target(
         GpuMismatchError: Another GPU is present.
         NoGpuError: None is claimed and none is present.
     """
-    wanted = None if claimed is None else targets.find(claimed)
+    try:
+        wanted = None if claimed is None else targets.find(claimed)
+    except targets.GpuError as error:
+        raise UsageError(error.what, where="--gpu", hint=error.hint) from error
     present = (probe or device.probe)()
     if present is None:
         if wanted is None:
