@@ -454,6 +454,6 @@ def _samples(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(f"{value:.5g}") for value in values)
 
 
-def cache_folder(root: Path) -> Path:
-    """Where modules and binaries of a tune lie: beside its store."""
-    return root.parent / "cache"
+def cache_folder(store: Path | str) -> Path:
+    """Where modules and binaries of a tune lie: beside its store, or here where that is a database."""
+    return store.parent / "cache" if isinstance(store, Path) else Path(".replayssm/cache")

@@ -83,7 +83,8 @@ class Job:
     target: Target
     work: tuple[Work, ...]
     budget: Budget
-    store: Path
+    store: Path | str
+    """A journal file, or the URL of a database."""
     output: Path
     notes: tuple[str, ...] = ()
     """What the user should know before anything runs, e.g. that groups are replicated."""

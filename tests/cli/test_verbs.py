@@ -155,6 +155,13 @@ def test_a_person_gets_a_report(call):
     assert "30 same binary" in out
 
 
+def test_a_store_may_be_a_database(call, tuner):
+    for location, store in (("sqlite:///x/s.db", "sqlite:///x/s.db"), ("x/s", Path("x/s"))):
+        assert call("--gpu", "H100", "--store", location)[0] == 0
+        assert tuner.calls[-1][1].store == store
+    assert call("--gpu", "H100", "--store", "")[0] == 2
+
+
 def test_missing_cells_end_with_their_own_code_after_the_result(call, tuner):
     tuner.tuned = samples.tuned(missing=("cell@1", "cell@2"))
     code, out, err = call("--gpu", "H100", "--json")
