@@ -363,7 +363,7 @@ class CompilePool:
 
         Raises:
             ToolchainError: The toolchain does not work, or the cache cannot be written.
-        EmitError: A module cannot be written.
+            EmitError: A module cannot be written.
         """
         source = iter(jobs)
         busy = self._busy

@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import functools
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..runtime.defaults import default_plan
@@ -16,7 +17,7 @@ from ..runtime.lookup import read_folder
 from ..runtime.modules import CURSORS, module_name
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
-from ..runtime.table import Row, Table, dumps, gpu_slug, is_stale, load, merge
+from ..runtime.table import GpuInfo, Row, Table, dumps, gpu_slug, is_stale, load, merge
 from .files import emit_error, write
 from .render import GENERATED_MARK, module_digest, render, render_cursors
 
@@ -40,6 +41,33 @@ class Emission:
     notes: tuple[str, ...] = ()
 
 
+def check_writable(folder: Path, gpu: GpuInfo) -> None:
+    """Make sure, before any work, that :func:`emit` can write a table of ``gpu`` into ``folder``.
+
+    Raises:
+        EmitError: As :func:`emit`.
+        TableError: As :func:`emit`.
+    """
+    path = _table_path(folder, gpu)
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with _locked(folder):
+        if path.is_file():
+            held = load(path)
+            try:
+                merge((held, replace(held, gpu=gpu, rows=())))
+            except TableError as error:
+                raise TableError(str(error), where=str(path), hint="choose another folder") from error
+        write(probe, "probe")
+        try:
+            probe.unlink()
+        except OSError as error:
+            raise emit_error(probe, error) from error
+
+
+def _table_path(folder: Path, gpu: GpuInfo) -> Path:
+    return folder / "tables" / f"{gpu_slug(gpu.name)}.json"
+
+
 def emit(folder: Path, table: Table, *, keep: bool = True, progress: Progress | None = None) -> Emission:
     """Write ``table`` and the modules it names; remove modules that no table of ``folder`` names.
 
@@ -57,7 +85,7 @@ def emit(folder: Path, table: Table, *, keep: bool = True, progress: Progress | 
         EmitError: Full disk or read-only folder.
         TableError: The GPU's file cannot be read, or is of another GPU; nothing is written.
     """
-    path = folder / "tables" / f"{gpu_slug(table.gpu.name)}.json"
+    path = _table_path(folder, table.gpu)
     with _locked(folder):
         if keep and path.is_file():
             table = merge((load(path), table))

@@ -215,7 +215,7 @@ def find(name: str) -> Gpu:
     close = difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(known[match].name for match in close))
     advice = f"did you mean {' or '.join(names)}? Known are" if names else "choose one of"
-    raise GpuError(f"GPU '{name}' is not known; {advice} {', '.join(gpu.name for gpu in GPUS)}")
+    raise GpuError(f"GPU '{name}' is not known", hint=f"{advice} {', '.join(gpu.name for gpu in GPUS)}")
 
 
 def match_device(capability: tuple[int, int], sm_count: int, name: str, vendor: str = "nvidia") -> Gpu | None:

@@ -73,7 +73,12 @@ def decode(kind: Any, value: Any, where: str, **given: Callable[[], Any]) -> Any
     # In Python a bool is an int; in a table it is a mistake.
     fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
     _require(fits, where, f"expected {kind.__name__}, not {value!r}")
-    return float(value) if kind is float else value
+    if kind is not float:
+        return value
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise TableError(_place(where, "the number is beyond the range of a float")) from error
 
 
 def _decode_record(

@@ -7,6 +7,7 @@ benchmarks all launch through it, so that what is timed is what ships.
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from .abi import scratch_size, tensor_arguments
 from .build import ALIGNMENT_BYTES, compile_kernel, constants
+from .errors import ToolchainError
 from .modules import load_module
 from .plan import Structure, Variant
 from .spec import Spec
@@ -153,8 +155,27 @@ def _compiled(
     compilations += 1
     del device_index  # of the key alone: a binary is loaded per device
     kernel = getattr(load_module(path), name)
-    target: GPUTarget = triton.runtime.driver.active.get_current_target()
-    return _bind(compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step"))
+    try:
+        target: GPUTarget = triton.runtime.driver.active.get_current_target()
+        return _bind(
+            compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
+        )
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        explain_launcher_error(error)
+        raise
+
+
+def explain_launcher_error(error: Exception) -> None:
+    """Say so where ``error`` is of the C compiler, which Triton builds launchers with.
+
+    Raises:
+        ToolchainError: It is.
+    """
+    if isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error):
+        raise ToolchainError(
+            f"triton cannot build the launcher of a kernel: {error}",
+            hint="install gcc or clang and Python's headers, or set CC",
+        ) from error
 
 
 def _bind(compiled: Any) -> Callable[..., None]:

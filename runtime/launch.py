@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from subprocess import CalledProcessError
 from typing import Any, Final
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from .abi import TensorArgument, tensor_arguments
 from .build import ALIGNMENT_BYTES
 from .checks import Signature
-from .compiled import CompiledPlan, Launch
+from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
+from .errors import ToolchainError
 from .lookup import announce, default_lookup
 from .modules import cursors_path, load_module, module_path
 from .plan import Plan, Structure
@@ -176,7 +178,11 @@ def _cursor_kernel(name: str) -> Any:
 
 def _launch_cursors(name: str, rows: int, *arguments: object) -> None:
     grid = (-(-rows // _CURSOR_BLOCK),)
-    _cursor_kernel(name)[grid](*arguments, BLOCK=_CURSOR_BLOCK)
+    try:
+        _cursor_kernel(name)[grid](*arguments, BLOCK=_CURSOR_BLOCK)
+    except (RuntimeError, CalledProcessError) as error:
+        explain_launcher_error(error)
+        raise
 
 
 def launch_commit(
@@ -235,7 +241,13 @@ def warmup(
     Raises:
         DispatchError: Strict mode, and no table has a row.
         CompileError: A kernel does not compile.
+        ToolchainError: There is no CUDA device, or no C compiler.
     """
+    if not torch.cuda.is_available():
+        raise ToolchainError(
+            "there is no CUDA device to warm up, or torch was built without CUDA",
+            hint="skip warmup on a CPU: the ops compile nothing there",
+        )
     index = torch.device(device).index
     device_index = torch.cuda.current_device() if index is None else index
     native = spec.op.startswith("native")

@@ -10,12 +10,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .errors import ArgumentError
 from .oracle import softplus
 
 
-def live_rows(slot_index: Tensor, null_slot: int) -> Tensor:
-    """Indices of the rows that are no padding, int64."""
-    return ((slot_index >= 0) & (slot_index != null_slot)).nonzero()[:, 0]
+def live_rows(slot_index: Tensor, null_slot: int, slots: int) -> tuple[Tensor, Tensor]:
+    """Indices of the rows that are no padding, and their slots, int64.
+
+    Raises:
+        ArgumentError: A slot is beyond the last one. Nothing has been written yet.
+    """
+    row = ((slot_index >= 0) & (slot_index != null_slot)).nonzero()[:, 0]
+    slot = slot_index[row].long()
+    beyond = (slot >= slots).nonzero()[:, 0]
+    if len(beyond):
+        first = int(beyond[0])
+        raise ArgumentError(
+            f"row {int(row[first])} names slot {int(slot[first])}, but there are {slots} slots",
+            hint="correct slot_index, or mark padding by -1 or null_slot",
+        )
+    return row, slot
 
 
 def mamba2_step(
@@ -40,9 +54,8 @@ def mamba2_step(
     null_slot: int,
 ) -> None:
     """One replay decode step; see :func:`.ops.mamba2_step`."""
+    row, slot = live_rows(slot_index, null_slot, len(state))
     out.zero_()
-    row = live_rows(slot_index, null_slot)
-    slot = slot_index[row].long()
     start, length = ring_start[slot].long(), ring_len[slot].long()
     capacity = ring_x.shape[2]
     work = torch.promote_types(state.dtype, torch.float32)
@@ -113,9 +126,8 @@ def mamba2_native_step(
     null_slot: int,
 ) -> None:
     """One decode step that writes the state; see :func:`.ops.mamba2_native_step`."""
+    row, slot = live_rows(slot_index, null_slot, len(state))
     out.zero_()
-    row = live_rows(slot_index, null_slot)
-    slot = slot_index[row].long()
     work = torch.promote_types(state.dtype, torch.float32)
     heads_per_group = x.shape[1] // B.shape[1]
     delta = _delta(dt[row], dt_bias, dt_softplus, work)
@@ -140,8 +152,7 @@ def commit(
     null_slot: int,
 ) -> None:
     """Advance the cursors after a step; see :func:`.ops.commit`."""
-    row = live_rows(slot_index, null_slot)
-    slot = slot_index[row].long()
+    row, slot = live_rows(slot_index, null_slot, len(ring_len))
     start, length = ring_start[slot], ring_len[slot]
     kept = accepted[row].clamp(0, num_tokens).to(ring_len.dtype)
     flushed = length + num_tokens > window
@@ -151,14 +162,14 @@ def commit(
 
 def reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
     """Empty rings; see :func:`.ops.reset`."""
-    slot = slots[live_rows(slots, null_slot)].long()
+    _, slot = live_rows(slots, null_slot, len(ring_len))
     ring_start[slot] = 0
     ring_len[slot] = 0
 
 
 def drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
     """Move past all ring tokens; see :func:`.ops.drained`."""
-    slot = slots[live_rows(slots, null_slot)].long()
+    _, slot = live_rows(slots, null_slot, len(ring_len))
     ring_start[slot] = (ring_start[slot] + ring_len[slot]) % capacity
     ring_len[slot] = 0
 

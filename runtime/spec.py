@@ -65,15 +65,21 @@ class Spec:
     dt_softplus: bool = True
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            _require(type(value) is int, f"{name} {value!r} is not an integer")
+        for name in _FLAGS:
+            value = getattr(self, name)
+            _require(type(value) is bool, f"{name} {value!r} is neither True nor False")
         _require(self.family in FAMILIES, f"family '{self.family}' is not one of {', '.join(FAMILIES)}")
         _require(self.op in OPS, f"op '{self.op}' is not one of {', '.join(OPS)}")
         _require(
             1 <= self.head_dim <= MAX_HEAD_DIM,
-            f"head_dim {self.head_dim} is outside 1..{MAX_HEAD_DIM}; larger heads are not supported",
+            f"head_dim {self.head_dim} is outside 1..{MAX_HEAD_DIM}; other heads are not supported",
         )
         _require(
             1 <= self.state_size <= MAX_STATE_SIZE,
-            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; larger states are not supported",
+            f"state_size {self.state_size} is outside 1..{MAX_STATE_SIZE}; other states are not supported",
         )
         _require(self.heads_per_group >= 1, f"heads_per_group {self.heads_per_group} must be at least 1")
         for name in ("activation_dtype", "state_dtype", "ring_dtype"):
@@ -164,7 +170,10 @@ class Spec:
         return effective_batch * self.head_dim * self.state_size * DTYPE_BYTES[self.state_dtype]
 
 
-_KEY = re.compile(
+# A float or a 1 for True would equal the right spec, or name a kernel that nobody else finds.
+_NUMBERS: Final = ("head_dim", "state_size", "heads_per_group", "window", "num_tokens")
+_FLAGS: Final = ("has_d", "has_z", "has_dt_bias", "dt_softplus")
+_KEY: Final = re.compile(
     r"(?P<family>[a-z0-9]+)-(?P<op>[a-z_]+)-p(?P<p>\d+)-n(?P<n>\d+)-g(?P<g>\d+)-w(?P<w>\d+)-t(?P<t>\d+)"
     r"-x(?P<x>[a-z0-9]+)-s(?P<s>[a-z0-9]+)-r(?P<r>[a-z0-9]+)-f(?P<flags>[dzbs]+|0)"
 )

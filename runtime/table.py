@@ -152,6 +152,8 @@ class Row:
             count = len(getattr(self, name))
             _require(count == variants, f"{name} has {count} entries for {variants} kernels of the plan")
         _require(all(self.module_digests), "a module digest is empty")
+        for variant in self.plan.variants:
+            _check_tile(variant.tile)
         for name, value in vars(self).items():
             if isinstance(value, float):
                 positive = value >= 0 if name == "noise_floor" else value > 0
@@ -224,7 +226,7 @@ def loads(text: str, where: str = "table") -> Table:
     advice = "correct it, or remove the file and tune again"
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"{where}: not JSON ({error}); {advice}") from error
     try:
         _require(isinstance(document, dict), "a table is a JSON object")
@@ -422,6 +424,16 @@ def _decode_row(data: object, index: int) -> Row:
         binaries=lambda: tuple(launch.binaries for launch in launches),
     )
     return row
+
+
+def _check_tile(tile: Tile) -> None:
+    for name in ("block_p", "block_n", "heads_per_program", "num_warps", "num_stages"):
+        _require(getattr(tile, name) >= 1, f"tile: {name} {getattr(tile, name)} must be at least 1")
+    for name in ("fold_block_n", "max_registers"):
+        _require(getattr(tile, name) >= 0, f"tile: {name} {getattr(tile, name)} must not be negative")
+    for name in ("block_p", "block_n", "fold_block_n", "num_warps"):
+        value = getattr(tile, name)
+        _require(value & (value - 1) == 0, f"tile: {name} {value} is not a power of two")
 
 
 def _iso_date(text: str) -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -94,7 +95,7 @@ class InterpretedGate:
         with open(self._errors, "w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.interpreted", self._request, self._answer],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # ends when this process does, see _end_with_caller
                 stdout=errors,
                 stderr=errors,
                 env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
@@ -107,6 +108,8 @@ class InterpretedGate:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
         self._folder.cleanup()
 
     def failures(self) -> Mapping[tuple[Spec, Structure], str]:
@@ -150,7 +153,18 @@ def check_case(spec: Spec, structure: Structure, modules: Path) -> str:
     return Gate(scene, repeats=2).check(small_plan(spec, structure), rendered(modules)).reason
 
 
+def _end_with_caller() -> None:
+    """End this process once the caller is gone, killed or not: its end of stdin closes with it."""
+
+    def watch() -> None:
+        os.read(0, 1)  # not through sys.stdin, whose lock must be free when this process ends
+        os._exit(1)
+
+    threading.Thread(target=watch, name="caller", daemon=True).start()
+
+
 def _main() -> None:
+    _end_with_caller()
     import torch
 
     torch.set_num_threads(1)  # threads cost more than these sizes gain

@@ -381,6 +381,6 @@ def _digest(cell: Cell, variants: tuple[Variant, ...]) -> str:
     return "+".join(digest_of(cell.spec, variant.structure) for variant in variants)
 
 
-def cache_folder(root: Path) -> Path:
-    """Where modules and binaries of a tune lie: beside its store."""
-    return root.parent / "cache"
+def cache_folder(store: Path | str) -> Path:
+    """Where modules and binaries of a tune lie: beside its store, or here where that is a database."""
+    return store.parent / "cache" if isinstance(store, Path) else Path(".replayssm/cache")

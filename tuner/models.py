@@ -124,7 +124,7 @@ def from_hf_config(path: Path) -> Model:
         raise UsageError(
             f"cannot read the config: {error.strerror}", where=where, hint="give the path of a config.json"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"the config is not JSON: {error}", where=where, hint="give the path of a config.json"
         ) from error
@@ -135,7 +135,7 @@ def from_hf_config(path: Path) -> Model:
     if isinstance(config.get("text_config"), dict):
         config = config["text_config"]
     family = config.get("model_type")
-    if family not in _HF_KEYS:
+    if not isinstance(family, str) or family not in _HF_KEYS:
         raise UsageError(
             f"model_type {json.dumps(family)} is not a known Mamba-2 family",
             where=where,
@@ -199,7 +199,7 @@ def _state_dtype(config: Mapping[str, Any], where: str) -> str:
         value = config.get(key)
         if value in (None, "auto"):
             continue
-        if value not in _HF_DTYPES:
+        if not isinstance(value, str) or value not in _HF_DTYPES:
             raise UsageError(
                 f"key '{key}' is {json.dumps(value)}, not one of {', '.join(_HF_DTYPES)}",
                 where=where,

@@ -156,7 +156,7 @@ def _live(stream: TextIO) -> Iterator[Report]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[eta]}"),
-        TextColumn("{task.fields[note]}", style="dim"),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
     )
     lock = threading.Lock()
     with Progress(*columns, console=Console(file=stream, stderr=True)) as bar:

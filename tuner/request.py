@@ -84,7 +84,8 @@ class Job:
     target: Target
     work: tuple[Work, ...]
     budget: Budget
-    store: Path
+    store: Path | str
+    """A journal file, or the URL of a database."""
     output: Path
     notes: tuple[str, ...] = ()
     """What the user should know before anything runs, e.g. that groups are replicated."""
@@ -105,7 +106,10 @@ def resolve_target(
         GpuMismatchError: Another GPU is present.
         NoGpuError: None is claimed and none is present.
     """
-    wanted = None if claimed is None else targets.find(claimed)
+    try:
+        wanted = None if claimed is None else targets.find(claimed)
+    except targets.GpuError as error:
+        raise UsageError(error.what, where="--gpu", hint=error.hint) from error
     present = (probe or device.probe)()
     if present is None:
         if wanted is None:

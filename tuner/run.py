@@ -14,7 +14,7 @@ import triton
 
 from .. import __version__
 from ..codegen.compile import Compiled, CompilePool, check_toolchain
-from ..codegen.emit import emit
+from ..codegen.emit import check_writable, emit
 from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
 from ..runtime.lookup import Lookup, shipped_tables, user_tables
@@ -86,8 +86,10 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         StoreError: The store belongs to another GPU, or cannot be written.
         ToolchainError: Triton, its assembler or a C compiler is missing.
         EmitError: The output folder cannot be written.
+        TableError: The output folder has a table of this GPU that cannot be read.
     """
     check_toolchain(launching=job.target.measured)
+    check_writable(job.output, job.target.gpu.info)
     if not job.target.measured:
         return _static(job, report)
     began = time.monotonic()
@@ -111,7 +113,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     table = _table(gpu, environment, rows)
     emission = emit(job.output, table)
     minutes = (time.monotonic() - began) / 60
-    notes = [job.target.note, *job.notes]
+    notes = [job.target.note, *job.notes, *emission.notes]
     if results is not None:
         path = _record("tune", job, environment, cells, {"tune_minutes": minutes}, results)
         notes.append(f"recorded in {path}")
@@ -221,7 +223,7 @@ def _static(job: Job, report: Report) -> Tuned:
         gate_failures=result.gate_failures,
         minutes=(time.monotonic() - began) / 60,
         static_share=result.share,
-        notes=(job.target.note, *job.notes, *result.notes),
+        notes=(job.target.note, *job.notes, *result.notes, *emission.notes),
     )
 
 

@@ -2,8 +2,8 @@
 
 A launch takes the memory's time for its bytes, the multiprocessors' time to issue its instructions
 and, for every wave of programs, the time one program waits for itself; all from the binary and the
-GPU's data sheet. Constants are fitted to recorded landscapes (``benchmarks/calibrate.py``), where
-the model's picks are scored.
+GPU's data sheet. Constants are fitted to recorded landscapes (``benchmarks/landscape.py --calibrate``),
+where the model's picks are scored.
 """
 
 from __future__ import annotations

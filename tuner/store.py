@@ -88,7 +88,7 @@ class Store:
             with self._guard("read"):
                 self._check_environment()
                 self.refresh()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise self._damaged(error) from error
 
     def __enter__(self) -> Store:
@@ -171,7 +171,7 @@ class Store:
             self._journal = _Journal(self.location)
             try:
                 return JournalStorage(self._journal)
-            except (KeyError, TypeError, ValueError, AssertionError) as error:
+            except (KeyError, TypeError, ValueError, AssertionError, RecursionError) as error:
                 raise self._damaged(error) from error
 
     def _check_environment(self) -> None:
@@ -293,7 +293,7 @@ def _first_bad_line(path: str) -> str:
             try:
                 if "op_code" not in json.loads(line):
                     return f"line {number}"
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 return f"line {number}"
     return ""
 

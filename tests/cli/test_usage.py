@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -142,6 +143,70 @@ def test_a_reader_that_leaves_is_no_error():
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_full_standard_output_is_told():
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with full.open("w") as stdout:
+        for words in (("table", "show"), ("table", "show", "--json")):
+            ended = subprocess.run(
+                [*COMMAND, *words],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                timeout=60,
+            )
+            assert ended.returncode == 8
+            assert "No space left" in ended.stderr
+            assert "standard output" in ended.stderr
+
+
+def test_a_closed_standard_output_or_a_poor_encoding_is_no_error():
+    command = " ".join([*COMMAND, "table", "show"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for line in (f"{command} >&-", command):
+        ended = subprocess.run(["sh", "-c", line], capture_output=True, env=environment, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.isascii()
+    assert rb"\xb5s" in ended.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_with_its_code(number):
+    program = (
+        "import os, signal, sys, time\n"
+        "from replayssm_tune.tuner.cli import main, plan\n"
+        "def work(*_, **__):\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    time.sleep(30)\n"
+        "plan.options.build_job = work\n"
+        "main(['plan', '--gpu', 'H100'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert "error: interrupted" in ended.stderr
+
+
+@pytest.mark.parametrize("library", ["triton", "torch"])
+@pytest.mark.parametrize("kind", ["ImportError", "ModuleNotFoundError"])
+def test_a_missing_or_broken_library_is_of_the_toolchain(tmp_path, library, kind):
+    (tmp_path / f"{library}.py").write_text(f"raise {kind}('cannot be had', name='{library}')\n")
+    path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)])
+    ended = subprocess.run(
+        [*COMMAND, "plan", "--gpu", "H100", "--batch", "1"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 10, ended.stderr
+    assert "internal" not in ended.stderr
+    assert "install" in ended.stderr.splitlines()[-1]
 
 
 def test_the_console_script_is_the_same_command():

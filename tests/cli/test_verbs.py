@@ -1,5 +1,6 @@
 """What the verbs hand to the tuner and what they make of its answers; the tuner is a stand-in."""
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -154,6 +155,13 @@ def test_a_person_gets_a_report(call):
     assert "30 same binary" in out
 
 
+def test_a_store_may_be_a_database(call, tuner):
+    for location, store in (("sqlite:///x/s.db", "sqlite:///x/s.db"), ("x/s", Path("x/s"))):
+        assert call("--gpu", "H100", "--store", location)[0] == 0
+        assert tuner.calls[-1][1].store == store
+    assert call("--gpu", "H100", "--store", "")[0] == 2
+
+
 def test_missing_cells_end_with_their_own_code_after_the_result(call, tuner):
     tuner.tuned = samples.tuned(missing=("cell@1", "cell@2"))
     code, out, err = call("--gpu", "H100", "--json")
@@ -244,6 +252,17 @@ def test_tables_are_shown_and_explained(call, tuner, tmp_path):
     assert code == 0
     assert "measured on H200" in out
     assert tuner.calls == []
+
+
+def test_names_are_shown_as_they_are_and_not_as_markup(call, tmp_path):
+    strange = "H200 [/bold] [red]x :smile:"
+    path = tmp_path / "h200.json"
+    gpu = dataclasses.replace(targets.find("H200").info, name=strange)
+    save(samples.table(samples.measured_row(128), gpu=gpu), path)
+    for words in (("show",), ("explain", "--gpu", "H200", "--batch", "1", "--tp", "1")):
+        code, out, _ = call("table", *words, str(path))
+        assert code == 0
+        assert strange in out
 
 
 def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call, tmp_path, monkeypatch):

@@ -178,6 +178,24 @@ def test_a_full_disk_leaves_the_old_state_and_no_parts(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == old
 
 
+def test_an_output_that_cannot_take_the_table_is_refused_before_any_work(tmp_path):
+    emit.check_writable(tmp_path / "new", samples.H200)
+    assert [path.name for path in (tmp_path / "new").rglob("*")] == ["tables"]
+    emit.emit(tmp_path / "new", samples.table(row()))
+    emit.check_writable(tmp_path / "new", samples.H200)
+    path = tmp_path / "old" / "tables" / "h200.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema_version": 99}')
+    with pytest.raises(TableError, match="99"):
+        emit.check_writable(tmp_path / "old", samples.H200)
+    save(samples.table(gpu=samples.H100), path)
+    with pytest.raises(TableError, match=r"different GPUs .*h200\.json"):
+        emit.check_writable(tmp_path / "old", samples.H200)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(files.EmitError, match=r"File exists|Not a directory"):
+        emit.check_writable(tmp_path / "file", samples.H200)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_folder_is_named(tmp_path):
     tmp_path.chmod(0o555)

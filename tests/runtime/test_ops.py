@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
 import torch
 
-from replayssm_tune.runtime import checks, ops
-from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
+from replayssm_tune.runtime import checks, compiled, launch, ops
+from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError, ToolchainError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Trajectory
 
@@ -340,6 +342,43 @@ def test_bad_resets() -> None:
         ops.reset(torch.zeros(2), ring_start=cursor, ring_len=cursor)
     with pytest.raises(ArgumentError, match="drained: capacity is 1"):
         ops.drained(torch.zeros(2).long(), ring_start=cursor, ring_len=cursor, capacity=1)
+
+
+@pytest.mark.parametrize("slot", [4, 2**40])
+def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(slot: int) -> None:
+    spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2, ring_dtype="fp32")
+    cache = ops.make_cache(spec, 4, 1, 1, "cpu")
+    inputs = [torch.ones(2, 1, 4), torch.ones(2, 1), -torch.ones(1), torch.ones(2, 1, 4), torch.ones(2, 1, 4)]
+    slots = torch.tensor([1, slot])
+    cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
+    before = copy.deepcopy(cache)
+    out = torch.full((2, 1, 4), 7.0)
+    calls = (
+        lambda: ops.mamba2_step(*inputs, **vars(cache), slot_index=slots, window=2, out=out),
+        lambda: ops.mamba2_native_step(*inputs, state=cache.state, slot_index=slots, out=out),
+        lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
+        lambda: ops.reset(slots, **cursors),
+        lambda: ops.drained(slots, **cursors, capacity=3),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match=f"row 1 names slot {slot}, but there are 4 slots"):
+            call()
+    assert (out == 7).all()
+    assert all(torch.equal(value, vars(cache)[name]) for name, value in vars(before).items())
+
+
+def test_warmup_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2)
+    with pytest.raises(ToolchainError, match=r"no CUDA device.*skip warmup"):
+        launch.warmup(spec, [8])
+
+
+def test_a_missing_c_compiler_is_told_and_other_errors_pass() -> None:
+    for error in (RuntimeError("Failed to find C compiler."), CalledProcessError(1, ["gcc"])):
+        with pytest.raises(ToolchainError, match="install gcc"):
+            compiled.explain_launcher_error(error)
+    compiled.explain_launcher_error(RuntimeError("out of memory"))
 
 
 def test_signature_says_what_a_launcher_needs() -> None:

@@ -43,7 +43,7 @@ def test_fields_are_named():
     document = json.loads(dumps(table(row())))
     (only,) = document["rows"]
     assert only["spec"]["state_dtype"] == "fp32"
-    assert only["launches"][0]["tile"]["block_p"] == 128
+    assert only["launches"][0]["tile"]["heads_per_program"] == 128
     assert only["launches"][0]["module_digest"] == "d" * 16
     assert only["launches"][0]["binaries"][0]["registers"] == 64
 
@@ -98,6 +98,10 @@ MALFORMED = {
     "tile": (lambda d: launch(d)["tile"].pop("block_p"), "tile: field 'block_p' is missing"),
     "digest": (lambda d: launch(d).update(module_digest=""), "a module digest is empty"),
     "binary": (lambda d: launch(d)["binaries"][0].update(registers=1.5), r"\[0\]: registers: expected int"),
+    "warps": (lambda d: launch(d)["tile"].update(num_warps=3), "tile: num_warps 3 is not a power of two"),
+    "no block": (lambda d: launch(d)["tile"].update(block_p=0), "tile: block_p 0 must be at least 1"),
+    "cap": (lambda d: launch(d)["tile"].update(max_registers=-1), "max_registers -1 must not be negative"),
+    "endless time": (lambda d: d["rows"][1].update(time_us=10**400), "time_us: the number is beyond"),
     "measured in static": (lambda d: d.update(source="static"), "a static table holds measured rows"),
 }  # fmt: skip
 
@@ -121,7 +125,7 @@ def test_an_axis_that_the_writer_did_not_know_is_at_its_default():
     assert loads(edited(forget)) == table(row(8), row(16))
 
 
-@pytest.mark.parametrize("text", ["", "{", "{'a': 1}", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "{'a': 1}", "\x00", "[" * 100_000])
 def test_text_that_is_not_json_is_refused(text):
     with pytest.raises(TableError, match=r"h200\.json: not JSON"):
         loads(text, "h200.json")

@@ -98,6 +98,14 @@ def test_missing_key_is_named(tmp_path, family):
         ("[]", "not a JSON object"),
         ('{"model_type": "llama"}', 'model_type "llama"'),
         ("{}", "model_type null"),
+        ('{"model_type": ["mamba2"]}', 'model_type ["mamba2"]'),
+        ('{"model_type": {"mamba2": 1}}', 'model_type {"mamba2": 1}'),
+        ("[" * 100_000, "not JSON"),
+        (
+            '{"model_type": "mamba2", "num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 1, '
+            '"mamba_ssm_dtype": ["float32"]}',
+            "key 'mamba_ssm_dtype' is [\"float32\"]",
+        ),
         (
             '{"model_type": "mamba2", "num_heads": "80", "head_dim": 64, "state_size": 128, "n_groups": 1}',
             "key 'num_heads' is \"80\"",

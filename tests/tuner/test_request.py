@@ -71,8 +71,10 @@ def test_nothing_claimed_and_nothing_there():
 
 
 def test_unknown_name():
-    with pytest.raises(ReplayError, match="H1000"):
+    with pytest.raises(UsageError, match="H1000") as error:
         resolve_target("H1000", False, lambda: None)
+    assert error.value.where == "--gpu"
+    assert "did you mean H100" in error.value.hint
 
 
 def test_a_gpu_of_no_supported_capability():

@@ -191,6 +191,15 @@ def test_a_wrong_structure_is_found_and_named(tmp_path, monkeypatch):
     assert "error" in found[SPEC, early]
 
 
+def test_the_interpreter_ends_with_its_caller(tmp_path):
+    with InterpretedGate({(SPEC, Structure("native"))}, tmp_path) as gate:
+        process = gate._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.close()  # as the system does when the caller is killed
+        assert process.wait(60) == 1
+
+
 # ---- a whole static tune ----
 
 

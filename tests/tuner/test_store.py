@@ -111,7 +111,11 @@ def test_every_truncation_of_the_file_can_be_resumed(tmp_path: Path) -> None:
         assert len(Store(path, GPU).measurements()) == len(complete) + 1
 
 
-@pytest.mark.parametrize("garbage", [b"{]\n", b"[1]\n", b'{"op_code": 99, "worker_id": ""}\n', b'{"a": 1}\n'])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"{]\n", b"[1]\n", b'{"op_code": 99, "worker_id": ""}\n', b'{"a": 1}\n', b"[" * 100_000 + b"\n"],
+    ids=["torn", "list", "code", "field", "nested"],
+)
 def test_a_damaged_line_is_named(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "s"
     Store(path, GPU).add(POINT)

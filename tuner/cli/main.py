@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -68,10 +72,24 @@ for _verb in (tune, plan, generate, check, bench, table):
     cli.add_command(_verb)
 
 
+def _prepare_streams() -> None:
+    """Make stdout and stderr take any text: they may be closed, or of an encoding that lacks a character."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with a documented code; never returns."""
     words = list(sys.argv[1:] if args is None else args)
+    _prepare_streams()
     try:
+        with contextlib.suppress(ValueError):  # not the main thread
+            # Batch systems and containers end a run so: it ends as by Ctrl-C, without leaving processes.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         result = cli.main(words, prog_name="replayssm-tune", standalone_mode=False)
         code = int(result) if isinstance(result, int) else int(ExitCode.OK)
     except SystemExit:

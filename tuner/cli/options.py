@@ -55,6 +55,13 @@ def dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return names
 
 
+def store_location(ctx: click.Context, param: click.Parameter, value: str) -> Path | str:
+    """Callback of ``--store``: a database's URL stays as it is, since a path would lose a slash."""
+    if "\0" in value or not value:
+        raise click.BadParameter("give the path of a file, or the URL of a database", ctx, param)
+    return value if "://" in value else Path(value)
+
+
 def _stack(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
     def apply(function: Function) -> Function:
         return functools.reduce(lambda inner, decorate: decorate(inner), reversed(decorators), function)
@@ -151,11 +158,11 @@ def store_option(function: Function) -> Function:
     """``--store``."""
     return click.option(
         "--store",
-        type=click.Path(path_type=Path),
-        default=STORE,
+        callback=store_location,
+        default=str(STORE),
         show_default=True,
-        metavar="PATH",
-        help="Where every measurement is kept at once; the same store resumes.",
+        metavar="PATH|URL",
+        help="Where every measurement is kept at once, a file or a database; the same store resumes.",
     )(function)
 
 
@@ -245,7 +252,7 @@ def build_job(
     gpu: str | None,
     static: bool = False,
     budget: str | None = None,
-    store: Path = STORE,
+    store: Path | str = STORE,
     output: Path = OUTPUT,
     **workload: Any,
 ) -> request.Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...codegen.files import EmitError
 from ...runtime.errors import ReplayError
 from .exit_codes import ExitCode, exit_code
 
@@ -21,13 +23,24 @@ if TYPE_CHECKING:
 
 def emit(data: dict[str, Any], draw: Callable[[dict[str, Any], Console], None], as_json: bool) -> None:
     """Write a result to stdout: one JSON document, or as ``draw`` shows it."""
-    if as_json:
-        click.echo(json.dumps(data, indent=2, sort_keys=True))
-        return
-    from rich.console import Console
+    try:
+        if as_json:
+            click.echo(json.dumps(data, indent=2, sort_keys=True))
+            return
+        from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 160
-    draw(data, Console(file=sys.stdout, width=width, highlight=False))
+        width = None if sys.stdout.isatty() else 160
+        # Names and reasons are shown as they are: brackets and colons in them mean nothing.
+        draw(data, Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False))
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        raise EmitError(
+            f"cannot write the result: {error.strerror or error}",
+            where="standard output",
+            hint="make room where it goes, or send it elsewhere",
+        ) from error
 
 
 def announce(job: Job) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ..errors import ToolchainError
+
 if TYPE_CHECKING:
     from ..progress import Report
     from ..report import Checked, Emitted, Planned, Tuned
@@ -37,5 +39,15 @@ def load() -> Pipeline:
 
     Raises:
         ModuleNotFoundError: torch or triton is not installed.
+        ToolchainError: One of them is, and cannot be imported.
     """
-    return cast("Pipeline", importlib.import_module("replayssm_tune.tuner.run"))
+    try:
+        return cast("Pipeline", importlib.import_module("replayssm_tune.tuner.run"))
+    except ModuleNotFoundError:
+        raise
+    except ImportError as error:
+        raise ToolchainError(
+            f"a library cannot be imported: {error}",
+            where=error.path or error.name or "",
+            hint="repair the installation of torch and triton; --debug shows which import fails",
+        ) from error
