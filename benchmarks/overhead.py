@@ -161,7 +161,11 @@ def measure(rounds: int) -> dict[str, Any]:
     with torch.no_grad():
         for spec in (SPEC, SPEC.native):
             found = times[spec.op] = call_us(launches(spec), rounds)
-            for way, what in (("bare", "a prepared launch"), ("jit", "Triton's own kernel[grid] launch; negative is cheaper")):
+            ways = {
+                "bare": "a prepared launch",
+                "jit": "Triton's own kernel[grid] launch; negative is cheaper",
+            }
+            for way, what in ways.items():
                 scope = f"mamba2 {spec.op} above {what}"
                 record("python_overhead_us", scope, found["public"] - found[way], ASKED_OVERHEAD_US, "us")
             allocated = found["public_allocating"] - found["bare"]

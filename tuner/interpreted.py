@@ -85,7 +85,8 @@ class InterpretedGate:
         self._cases = {pair: (small_spec(pair[0]).key, pair[1].key) for pair in structures}
         self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="replayssm-interpreted-")
+        modules.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="interpreted-", dir=modules.parent)
         names = ("request.json", "answer.json", "errors.txt")
         self._request, self._answer, self._errors = (Path(self._folder.name) / name for name in names)
 
@@ -132,9 +133,14 @@ class InterpretedGate:
                 f"Triton's interpreter ended with code {code}: {last[0]}",
                 hint="the versions of triton and numpy must fit each other",
             )
-        reasons = {
-            (spec, structure): reason for spec, structure, reason in json.loads(self._answer.read_text())
-        }
+        try:
+            answers = json.loads(self._answer.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ToolchainError(
+                f"the answer of Triton's interpreter is gone: {error}",
+                hint="run the same command again; what was compiled is kept",
+            ) from error
+        reasons = {(spec, structure): reason for spec, structure, reason in answers}
         return {pair: reasons[case] for pair, case in self._cases.items() if reasons.get(case)}
 
 
