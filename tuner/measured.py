@@ -107,10 +107,13 @@ def spec_jobs(work: Iterable[Work]) -> list[tuple[Spec, Variant]]:
 
 
 def compile_candidates(
-    work: Sequence[Work], pool: CompilePool, gpu: Gpu, found: dict[Spec, Candidates], report: Report
+    jobs: Sequence[tuple[Spec, Variant]],
+    pool: CompilePool,
+    gpu: Gpu,
+    found: dict[Spec, Candidates],
+    report: Report,
 ) -> Iterator[Compiled]:
-    """Compile all points, yielding each result; ``found`` is filled when all are there."""
-    jobs = spec_jobs(work)
+    """Compile points, yielding each result; ``found`` is filled when all are there."""
     found.update((spec, Candidates(spec)) for spec, _ in jobs)
     results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
     for done, result in enumerate(pool.run(jobs), 1):
@@ -128,6 +131,8 @@ def compile_candidates(
         candidates.compiled |= by_variant
         for name, count in points.rejected.items():
             candidates.dropped += [Drop(points.variants[0], f"constraint: {name}")] * count
+        left = len(points.variants) - len(by_variant)
+        candidates.dropped += [Drop(points.variants[0], "less promising, not compiled")] * left
 
 
 class MeasuredTune:
@@ -155,10 +160,11 @@ class MeasuredTune:
         Raises:
             GateError: A default plan is numerically wrong: nothing can be compared with it.
         """
+        jobs = spec_jobs(self._job.work)
         found: dict[Spec, Candidates] = {}
         passed: dict[tuple[Spec, Variant], str] = {}
         # The GPU gates what is compiled while the processors compile what is not.
-        for result in compile_candidates(self._job.work, pool, self._gpu, found, self._report):
+        for result in compile_candidates(jobs, pool, self._gpu, found, self._report):
             keep = space.points(result.spec, result.variant.structure.role).default
             kept, _ = select([result], self._gpu.limits, keep)
             if kept:

@@ -39,7 +39,7 @@ from .records import Environment
 from .report import Planned, Served, SpecPlan, Tuned
 from .request import Job, Work
 from .rows import native_row, step_row
-from .static import static_tune
+from .static import static_jobs, static_tune
 from .store import Store
 
 __all__ = ["bench", "check", "generate", "plan", "tune"]
@@ -59,13 +59,13 @@ def plan(job: Job, report: Report) -> Planned:
     """
     check_toolchain()
     gpu = job.target.gpu
+    jobs = spec_jobs(job.work) if job.target.measured else static_jobs(job)
     found: dict[Spec, Candidates] = {}
     with CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool:
-        collections.deque(compile_candidates(job.work, pool, gpu, found, report), maxlen=0)
-    estimate_s = None
+        collections.deque(compile_candidates(jobs, pool, gpu, found, report), maxlen=0)
+    estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
     if job.target.measured:
-        cells = sum(len(work.effective_batches) for work in job.work)
-        estimate_s = len(spec_jobs(job.work)) * SECONDS_PER_COMPILE / workers() + cells * SECONDS_PER_CELL
+        estimate_s += sum(len(work.effective_batches) for work in job.work) * SECONDS_PER_CELL
     return Planned(
         gpu=gpu.name,
         static=not job.target.measured,

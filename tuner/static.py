@@ -209,7 +209,7 @@ def static_tune(
     """
     version = check_toolchain()
     gpu = job.target.gpu
-    works = [part for work in job.work for part in (work, dataclasses.replace(work, spec=work.spec.native))]
+    works = _works(job)
     chosen = _points(works, min(max_variants, job.budget.trials or max_variants))
     workers = max(workers, len(os.sched_getaffinity(0)))
     jobs = [(spec, variant) for spec, variants in chosen.items() for variant in variants]
@@ -251,6 +251,17 @@ def static_tune(
 
 def _role(spec: Spec) -> str:
     return "native" if spec.op == "native_step" else "both"
+
+
+def static_jobs(job: Job) -> list[tuple[Spec, Variant]]:
+    """The points that a static tune of ``job`` compiles, spec by spec."""
+    chosen = _points(_works(job), min(MAX_VARIANTS, job.budget.trials or MAX_VARIANTS))
+    return [(spec, variant) for spec, variants in chosen.items() for variant in variants]
+
+
+def _works(job: Job) -> list[Work]:
+    """The work of ``job``, each spec with its native baseline."""
+    return [part for work in job.work for part in (work, dataclasses.replace(work, spec=work.spec.native))]
 
 
 def _points(works: Iterable[Work], most: int) -> dict[Spec, tuple[Variant, ...]]:

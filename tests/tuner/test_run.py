@@ -22,6 +22,7 @@ from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Environment, Timing
 from replayssm_tune.tuner.request import Budget, Job, Target, resolve_work
 from replayssm_tune.tuner.shapes import shape_for
+from replayssm_tune.tuner.static import static_jobs
 
 GPU = targets.find("H200")
 HERE = Environment("NVIDIA H200", (9, 0), 132, "3.9.0", "2.13.0", "580.1")
@@ -218,3 +219,19 @@ def test_a_branch_goes_through_the_gate_with_a_partner() -> None:
         plan = measured.gate_plan(spec, variant)
         assert variant in plan.variants
         assert len(plan.variants) == (1 if role == "both" else 2)
+
+
+def test_a_plan_without_the_gpu_compiles_what_a_static_tune_would(tmp_path: Path) -> None:
+    here = dataclasses.replace(job(tmp_path, budget=Budget(trials=4)), target=Target(GPU, False, "static"))
+    planned = run.plan(here, silent)
+    asked = static_jobs(here)
+    assert planned.static
+    assert len(asked) == 4
+    for plan in planned.specs:
+        compiled = sum(spec == plan.spec for spec, _ in asked)
+        dropped = {d.reason: d.count for d in plan.dropped}
+        constraints = sum(count for reason, count in dropped.items() if reason.startswith("constraint"))
+        assert plan.kept <= compiled
+        assert plan.points == compiled + dropped["less promising, not compiled"] + constraints
+    assert planned.estimate_s is not None
+    assert planned.estimate_s > 0
