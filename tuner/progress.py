@@ -165,6 +165,8 @@ def _live(stream: TextIO) -> Iterator[Report]:
             with lock:
                 now_s = time.monotonic()
                 if estimate.update(event, now_s):
+                    if "start" in tasks:  # it has no end to reach, so its row would pulse for ever
+                        bar.remove_task(tasks.pop("start"))
                     for task in tasks.values():
                         bar.stop_task(task)
                     tasks[event.phase] = bar.add_task(event.phase, total=event.total or None, eta="", note="")

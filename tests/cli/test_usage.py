@@ -114,6 +114,19 @@ def test_help_and_version_need_nothing():
         assert ended.stderr == ""
 
 
+def test_bench_without_a_gpu_does_not_advise_to_name_one():
+    result = run("bench")
+    assert result.returncode == 4
+    assert "run it on the GPU's machine" in result.stderr
+    assert "--gpu" not in result.stderr
+
+
+def test_a_group_alone_shows_its_help():
+    result = run("table")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "explain" in result.stdout
+
+
 def test_usage_errors_do_not_wait_for_torch():
     probe = textwrap.dedent(
         """

@@ -108,3 +108,4 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         report(Event("gate", 2, 2))
     assert "compile" in stream.getvalue()
     assert "\x1b[" in stream.getvalue()
+    assert "start" not in stream.getvalue().partition("compile")[2]  # its row would pulse for ever

@@ -28,8 +28,11 @@ def bench(as_json: bool, results: Path, **values: Any) -> None:
     """Time what dispatch serves beside the roof, the native kernel and the default config."""
     from .. import progress, report
 
-    job = options.build_job(**values)
-    if not job.target.measured:
+    try:
+        job = options.build_job(**values)
+    except NoGpuError:  # its hint, to name a GPU, leads no further here
+        job = None
+    if job is None or not job.target.measured:
         raise NoGpuError(
             "bench times kernels, and no GPU is here",
             where="replayssm-tune bench",

@@ -13,9 +13,12 @@ from . import options, output
 _PATHS = click.argument("tables", nargs=-1, type=click.Path(path_type=Path), metavar="[TABLE]...")
 
 
-@click.group()
-def table() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def table(context: click.Context) -> None:
     """Look into dispatch tables."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @table.command()
