@@ -21,7 +21,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -503,11 +503,3 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> Non
             pipe.send(answer)
         except OSError:
             return
-
-
-def group_by_role(results: Sequence[Compiled]) -> dict[tuple[Spec, str], list[Compiled]]:
-    """Results by spec and role, to be handed to :func:`select` one by one."""
-    groups: dict[tuple[Spec, str], list[Compiled]] = {}
-    for result in results:
-        groups.setdefault((result.spec, result.variant.structure.role), []).append(result)
-    return groups

@@ -77,15 +77,6 @@ class GpuBench:
         """Samples of the roof kernel ``read`` or ``scale`` on the states of ``cell``."""
         return self._timing("roof", cell, kind, repeats)
 
-    def flush_share(self, cell: Cell, mode: str) -> float:
-        """Share of the rows that flush in ``mode``: proof that a branch really runs."""
-        return float(self._ask("flush_share", TIME_TIMEOUT_S, cell, mode))
-
-    def shape(self, cell: Cell) -> tuple[int, int]:
-        """(rows, heads) that ``cell`` is timed with."""
-        rows, heads = self._ask("shape", TIME_TIMEOUT_S, cell)
-        return rows, heads
-
     def _timing(self, method: str, *arguments: object) -> Timing:
         try:
             return self._ask(method, TIME_TIMEOUT_S, *arguments)  # type: ignore[no-any-return]

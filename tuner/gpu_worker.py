@@ -133,15 +133,6 @@ class GpuWorker:
         """Time of the roof kernel ``read`` or ``scale`` on the cell's states."""
         return Timing(tuple(self._stack_of(cell).roof_us(kind, repeats)))
 
-    def flush_share(self, cell: Cell, mode: str) -> float:
-        """Share of the rows that flush in ``mode``."""
-        return self._stack_of(cell).flush_share(mode)
-
-    def shape(self, cell: Cell) -> tuple[int, int]:
-        """(rows, heads) that the cell is timed with."""
-        shape = self._stack_of(cell).shape
-        return shape.rows, shape.heads
-
     def _samples(self, graph: Graph, repeats: int) -> tuple[float, ...]:
         for _ in range(3):
             samples = tuple(graph.time_us(repeats))

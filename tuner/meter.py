@@ -68,10 +68,6 @@ class Meter:
         """Start a stage whose progress is counted by itself."""
         self._stage, self._done, self._total = stage, 0, total
 
-    def expect(self, total: int) -> None:
-        """Correct the estimate of the stage's measurements."""
-        self._total = max(total, self._done)
-
     def find(self, cell: Cell, variants: Sequence[Variant], mode: str, tag: str = "") -> Measurement | None:
         """What is remembered of a point; nothing is measured."""
         digest = self._digest(cell, tuple(variants))
