@@ -83,7 +83,7 @@ def arguments(spec: Spec, rows: int = 1) -> dict[str, Any]:
 def launches(spec: Spec) -> dict[str, Call]:
     """The ways of launching the step of ``spec``."""
     given = arguments(spec)
-    public = ops.mamba2_native_step if spec.op == "native_step" else ops.mamba2_step
+    public = ops.mamba2_native_step if spec.is_native else ops.mamba2_step
     allocating = {name: value for name, value in given.items() if name != "out"}
 
     rows, heads = given["x"].shape[:2]
@@ -94,7 +94,7 @@ def launches(spec: Spec) -> dict[str, Call]:
         raise SystemExit(f"{plan.key} is more than one kernel: there is no bare launch to compare it with")
     names = {"a": "A", "b": "B", "c": "C", "d": "D"}
     tensors = tuple(given[names.get(a.name, a.name)] for a in tensor_arguments(spec, structure))
-    scalars: tuple[int, ...] = (-1,) if spec.op == "native_step" else (given["ring_x"].shape[2], -1)
+    scalars: tuple[int, ...] = (-1,) if spec.is_native else (given["ring_x"].shape[2], -1)
     values = (*tensors, *tensor_strides(spec, structure, tensors), *scalars, *constants(tile))
     blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
 

@@ -88,7 +88,7 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     keeps_rows = structure.role in ("both", "nonflush")
     return (
-        (spec.op == "native_step") == (structure.role == "native")
+        spec.is_native == (structure.role == "native")
         and (keeps_rows or (structure.coefficients, structure.route) == ("inline", "output_only"))
         and (reads_old(structure) or structure.scores == "elementwise")
         and (structure.role != "native" or structure == Structure("native"))
@@ -445,7 +445,7 @@ def points(spec: Spec, role: str) -> Space:
 
 def roles(spec: Spec) -> tuple[str, ...]:
     """Roles that kernels of ``spec`` may have."""
-    return ("native",) if spec.op == "native_step" else tuple(role for role in ROLES if role != "native")
+    return ("native",) if spec.is_native else tuple(role for role in ROLES if role != "native")
 
 
 @functools.lru_cache(maxsize=256)
@@ -469,11 +469,6 @@ def legal_structures(spec: Spec) -> tuple[Structure, ...]:
             if not broken_constraint(spec, Variant(structure, tile)):
                 found.append(structure)
     return tuple(found)
-
-
-def axis_values(name: str) -> tuple[object, ...]:
-    """Values of the axis called ``name``."""
-    return next(axis.values for axis in AXES if axis.name == name)
 
 
 assert [axis.name for axis in AXES] == [

@@ -21,7 +21,7 @@ _NATIVE_TILES = ((16, 32, 4), (32, 16, 4), (64, 8, 4), (128, 4, 4))
 def default_plan(spec: Spec) -> Plan:
     """Default plan of ``spec``: a point of its space, never tuned, always legal."""
     block_n = next_power_of_two(spec.state_size)
-    if spec.op.startswith("native"):
+    if spec.is_native:
         block_p, num_warps = next(
             (tile[1:] for tile in _NATIVE_TILES if spec.state_size <= tile[0]), (_NATIVE_TILES[-1][1], 8)
         )

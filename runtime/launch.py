@@ -73,12 +73,12 @@ def _compiled(
 class _Launcher:
     """What a signature's launches share."""
 
-    def __init__(self, signature: Signature, device_index: int, native: bool) -> None:
+    def __init__(self, signature: Signature, device_index: int) -> None:
         spec = signature.spec
-        arguments = tensor_arguments(spec, Structure("native" if native else "both"))
+        arguments = _arguments(spec)
         self.device_index = device_index
         strides = tuple(s for a in arguments for s in signature.strides[a.name][: len(a.stride_dims)])
-        scalars = () if native else (signature.capacity,)
+        scalars = () if spec.is_native else (signature.capacity,)
         self._shape = (signature.rows, signature.heads, strides, scalars)
         self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
@@ -102,6 +102,11 @@ class _Launcher:
             aligned = not pointers % ALIGNMENT_BYTES
         launch = self._launches[aligned] or self._launch(aligned)
         launch(tensors, null_slot, _raw_stream(self.device_index))
+
+
+def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
+    """Tensors that every plan of ``spec`` takes; scratch is the plan's own."""
+    return tensor_arguments(spec, Structure("native" if spec.is_native else "both"))
 
 
 def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:
@@ -138,7 +143,7 @@ def launch_step(
         DispatchError: Strict mode, and no table has a row.
         CompileError: The plan's kernels do not compile.
     """
-    launcher: _Launcher = signature.launcher or _prepare(signature, x, native=False)
+    launcher: _Launcher = signature.launcher or _prepare(signature, x)
     optional = tuple(t for t in (D, z, dt_bias) if t is not None)
     tensors = (state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index, x, dt, A, B, C)
     launcher.launch((*tensors, *optional, out), null_slot)
@@ -161,13 +166,13 @@ def launch_native_step(
     signature: Signature,
 ) -> None:
     """CUDA implementation of :func:`.ops.mamba2_native_step`; errors as in :func:`launch_step`."""
-    launcher: _Launcher = signature.launcher or _prepare(signature, x, native=True)
+    launcher: _Launcher = signature.launcher or _prepare(signature, x)
     optional = tuple(t for t in (D, z, dt_bias) if t is not None)
     launcher.launch((state, slot_index, x, dt, A, B, C, *optional, out), null_slot)
 
 
-def _prepare(signature: Signature, x: Tensor, *, native: bool) -> _Launcher:
-    launcher = _Launcher(signature, x.get_device(), native)
+def _prepare(signature: Signature, x: Tensor) -> _Launcher:
+    launcher = _Launcher(signature, x.get_device())
     object.__setattr__(signature, "launcher", launcher)
     return launcher
 
@@ -250,10 +255,8 @@ def warmup(
         )
     index = torch.device(device).index
     device_index = torch.cuda.current_device() if index is None else index
-    native = spec.op.startswith("native")
-    arguments = tensor_arguments(spec, Structure("native" if native else "both"))
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
-    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in arguments)
+    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in _arguments(spec))
     for plan in plans:
         _compiled(spec, plan, dtypes, aligned, device_index)
     with torch.cuda.device(device_index):

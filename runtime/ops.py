@@ -319,7 +319,7 @@ def _capacity(spec: Spec, heads: int, groups: int, capacity: int | None) -> int:
             f"{heads} heads in {groups} groups do not fit the spec's {spec.heads_per_group} heads per group; "
             "pass the heads and groups of one GPU"
         )
-    if spec.op == "native_step":
+    if spec.is_native:
         return 0
     least = spec.window + spec.num_tokens
     if capacity is not None and capacity < least:

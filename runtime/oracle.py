@@ -133,7 +133,7 @@ class Ideal(Oracle):
         self._sequence = sequence
         old = self.state[sequence]
         y = self._read(self._advance(old, delta, x.double(), B.double()), x, C, z)
-        if self._spec.op != "native_step":
+        if not self._spec.is_native:
             flushes = self.ring_len[sequence] + self._spec.num_tokens > self._spec.window
             old = torch.where(flushes[:, None, None, None], self._round(old, self._spec.state_dtype), old)
             self.state[sequence] = old

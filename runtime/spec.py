@@ -90,7 +90,7 @@ class Spec:
             f"ring_dtype '{self.ring_dtype}' must be the activation dtype "
             f"('{self.activation_dtype}') or fp32",
         )
-        if self.op == "native_step":
+        if self.is_native:
             _require(self.window == 0, f"native_step has no ring: window must be 0, not {self.window}")
             _require(self.num_tokens == 1, "native_step takes one token a step")
             return
@@ -157,6 +157,11 @@ class Spec:
         )
         _require(spec.key == key, f"'{key}' is not a spec key; did you mean '{spec.key}'?")
         return spec
+
+    @property
+    def is_native(self) -> bool:
+        """Whether every step writes the state: such a spec has no ring, and kernels of its own."""
+        return self.op == "native_step"
 
     @property
     def native(self) -> Spec:

@@ -145,7 +145,7 @@ class Row:
         _one_of("source", self.source, SOURCES)
         native = self.plan.variants[0].structure.role == "native"
         _require(
-            native == self.spec.op.startswith("native"),
+            native == self.spec.is_native,
             f"op '{self.spec.op}' cannot use plan {self.plan.key}",
         )
         for name in ("module_digests", "binaries"):

@@ -57,7 +57,7 @@ class LayerStack:
         capacity = spec.window + spec.num_tokens
         activation, ring = TORCH_DTYPES[spec.activation_dtype], TORCH_DTYPES[spec.ring_dtype]
         p, n = spec.head_dim, spec.state_size
-        self.native = spec.op.startswith("native")
+        self.native = spec.is_native
         tensors = {
             "state": self._normal(layers, slots, heads, p, n, dtype=TORCH_DTYPES[spec.state_dtype]),
             "x": self._normal(layers, rows, heads, p, dtype=activation),
@@ -109,11 +109,6 @@ class LayerStack:
             )
             lengths[:, self._tensors["slot_index"][0].long()] = (1 + phase % window).to(torch.int32)
         return lengths
-
-    def flush_share(self, mode: str) -> float:
-        """Share of (layer, row) launches that flush in ``mode``: proof that a branch really runs."""
-        lengths = self._lengths[mode][:, self._tensors["slot_index"][0].long()]
-        return float((lengths + self.spec.num_tokens > self.spec.window).float().mean())
 
     def states(self) -> list[torch.Tensor]:
         """The layers' state of the served rows, contiguous: the bytes the roofs move."""

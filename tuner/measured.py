@@ -6,7 +6,6 @@ passed the gate; every result is in the store before the next begins.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -28,9 +27,9 @@ from .errors import GateError
 from .gpu_bench import GpuBench
 from .meter import Budget, Meter
 from .progress import Event, Report
-from .records import ROLE_MODES, Cell, Measurement
+from .records import ROLE_MODES, Cell, Measurement, Timing
 from .records import Event as Measured
-from .report import Dropped, SpecPlan
+from .report import SpecPlan, dropped_by_reason
 from .request import Job, Work
 from .search import Ranked, Ranking, Settings, compose, search
 from .search import Space as SearchSpace
@@ -84,14 +83,12 @@ class Candidates:
 
     def plan(self, effective_batches: Sequence[int]) -> SpecPlan:
         """What the report says of this spec."""
-        counts = collections.Counter(drop.reason for drop in self.dropped)
-        example = {drop.reason: drop.variant.key for drop in self.dropped}
         return SpecPlan(
             spec=self.spec,
             effective_batches=tuple(effective_batches),
             points=self.points,
             kept=sum(map(len, self.by_role.values())),
-            dropped=tuple(Dropped(r, n, example[r]) for r, n in counts.most_common()),
+            dropped=tuple(dropped_by_reason(self.dropped)),
         )
 
 
@@ -198,7 +195,7 @@ class MeasuredTune:
         known = self._store.find(cell, mode, key, "gate", digest)
         if known is None:
             verdict = self._bench.gate(spec, gate_plan(spec, variant))
-            status = getattr(verdict, "status", "ok" if not verdict.reason else "gate")
+            status = verdict.status if isinstance(verdict, Timing) else "ok" if verdict.passed else "gate"
             known = self._store.add(
                 Measurement(cell, mode, key, status=status, reason=verdict.reason, tag="gate", digest=digest)
             )

@@ -6,6 +6,7 @@ prints; each ``draw_*`` shows such data. Tests look at the data, not at the draw
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as Grid
 
+    from ..codegen.compile import Drop
     from ..runtime.table import Row, Table
 
 Data = dict[str, Any]
@@ -32,6 +34,13 @@ class Dropped:
     reason: str
     count: int
     example: str = ""
+
+
+def dropped_by_reason(drops: Sequence[Drop]) -> list[Dropped]:
+    """``drops`` counted, the most frequent reason first."""
+    counts = collections.Counter(drop.reason for drop in drops)
+    examples = {drop.reason: drop.variant.key for drop in drops}
+    return [Dropped(reason, count, examples[reason]) for reason, count in counts.most_common()]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ where the model's picks are scored.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import os
@@ -26,7 +25,7 @@ from ..runtime.spec import DTYPE_BYTES, Spec
 from ..runtime.table import Row
 from .interpreted import InterpretedGate
 from .progress import Event, Report
-from .report import Dropped, SpecPlan
+from .report import Dropped, SpecPlan, dropped_by_reason
 from .request import Job, Work
 
 
@@ -87,7 +86,7 @@ _DRIVER_SHARED_BYTES: Final = 1024
 def traffic_bytes(spec: Spec, effective_batch: int) -> float:
     """Bytes that a launch moves at least: state, its share of write-backs, and half a ring."""
     state = spec.state_bytes(effective_batch)
-    if spec.op == "native_step":
+    if spec.is_native:
         return 2.0 * state
     width = DTYPE_BYTES[spec.ring_dtype]
     per_head = spec.head_dim * width + 4
@@ -250,7 +249,7 @@ def static_tune(
 
 
 def _role(spec: Spec) -> str:
-    return "native" if spec.op == "native_step" else "both"
+    return "native" if spec.is_native else "both"
 
 
 def static_jobs(job: Job) -> list[tuple[Spec, Variant]]:
@@ -274,9 +273,7 @@ def _points(works: Iterable[Work], most: int) -> dict[Spec, tuple[Variant, ...]]
 def _spec_plan(
     points: space.Space, tried: int, kept: int, drops: Sequence[Drop], batches: Sequence[int]
 ) -> SpecPlan:
-    counts = collections.Counter(drop.reason for drop in drops)
-    examples = {drop.reason: drop.variant.key for drop in drops}
-    dropped = [Dropped(reason, count, examples[reason]) for reason, count in counts.most_common()]
+    dropped = dropped_by_reason(drops)
     dropped += [Dropped(f"constraint: {name}", count) for name, count in points.rejected.items()]
     if len(points.variants) > tried:
         dropped.append(Dropped("less promising, not compiled", len(points.variants) - tried))
@@ -326,7 +323,7 @@ def _rows(
 
 
 def _with_native_times(rows: Sequence[Row]) -> list[Row]:
-    native = {(row.spec, row.effective_batch): row.time_us for row in rows if row.spec.op == "native_step"}
+    native = {(row.spec, row.effective_batch): row.time_us for row in rows if row.spec.is_native}
     return [
         dataclasses.replace(row, native_time_us=native.get((row.spec.native, row.effective_batch)))
         for row in rows

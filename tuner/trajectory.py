@@ -113,7 +113,7 @@ def make_pool(
         gap_bytes: Gap after each row; 16 keeps strides multiples of 16 bytes where rows are,
             4 makes them odd.
     """
-    if spec.op == "native_step":
+    if spec.is_native:
         capacity = 0
     elif capacity is None:
         capacity = spec.window + spec.num_tokens
@@ -249,7 +249,7 @@ class Trajectory:
         self._slots = 2 * sequences + 2 if slots is None else slots
         self._accept, self._attend, self._deltas = accept, attend, deltas
         self._index_dtype, self._gap_bytes = index_dtype, gap_bytes
-        self.capacity = 0 if spec.op == "native_step" else spec.window + spec.num_tokens
+        self.capacity = 0 if spec.is_native else spec.window + spec.num_tokens
         if capacity is not None and self.capacity:
             self.capacity = capacity
 
@@ -266,7 +266,7 @@ class Trajectory:
         self._state = (torch.randn(shape, generator=g) * state_scale).to(TORCH_DTYPES[spec.state_dtype])
         self._state = self._state.to(self.device)
         self._len = torch.zeros(sequences, dtype=torch.long)
-        if spec.op != "native_step":
+        if not spec.is_native:
             if ring_len is None:
                 self._len = torch.randint(0, spec.window + 1, (sequences,), generator=g)
             else:
@@ -306,7 +306,7 @@ class Trajectory:
         g = self._generator
         g.set_state(self._state_of_draws)
         device, spec, capacity = self.device, self.spec, self.capacity
-        replays = spec.op != "native_step"
+        replays = not spec.is_native
         oracle = self._oracle()
         ideal = Ideal(self._state, self.A, spec=spec, D=self.D, dt_bias=self.dt_bias)
         everyone = torch.arange(self.sequences, device=device)
