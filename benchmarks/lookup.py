@@ -1,19 +1,26 @@
-"""Time of 1,000 look-ups of mixed keys: ``python benchmarks/lookup.py [--json FILE]``.
+"""Time of 1,000 look-ups of mixed keys: ``python benchmarks/lookup.py [--output FILE]``.
 
 The tables are synthetic, of the size a release has: every shape of the known models, three state
 dtypes, step and native step, the whole grid, three GPUs. ``cold_ms`` is the first pass over a fresh
-look-up (the best of several fresh ones), ``warm_ms`` the best of further passes.
+look-up (the best of several fresh ones), ``warm_ms`` the best of further passes. Needs no GPU; the run
+file is ``results/<date>-cpu-lookup.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import random
+import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+from benchmarks.summary import RESULTS
 from replayssm_tune.codegen.targets import find
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.lookup import GRID, Lookup
@@ -22,6 +29,8 @@ from replayssm_tune.runtime.table import Row, Table, Toolchain
 
 SHAPES = ((64, 128, 16), (64, 128, 8), (80, 128, 12), (64, 256, 32), (128, 256, 24), (64, 64, 56))
 """(head_dim, state_size, heads per group)."""
+
+ASKED_LOOKUP_MS = 10.0
 
 
 def layer_specs() -> list[Spec]:
@@ -80,25 +89,46 @@ def measure(keys: int = 1000, repeats: int = 10) -> dict[str, float | int | str]
 
     fresh = [Lookup(tables) for _ in range(repeats)]
     return {
-        "what": "look-up of mixed keys",
         "keys": keys,
         "rows": len(rows) * len(tables),
         "cold_ms": round(min(pass_ms(lookup) for lookup in fresh), 3),
         "warm_ms": round(min(pass_ms(lookup) for lookup in fresh), 3),
         "repeats": repeats,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
+    }
+
+
+def run() -> dict[str, object]:
+    """The run file's content."""
+    measured = measure()
+    return {
+        "what": "lookup",
+        "gpu": "cpu",
+        "date": datetime.date.today().isoformat(),
+        "environment": {"python": platform.python_version(), "machine": platform.machine()},
+        "lookup": measured,
+        "records": [
+            {
+                "claim": "lookup_1000_ms",
+                "cell": {"scope": f"1,000 mixed keys, {name}"},
+                "value": measured[f"{name}_ms"],
+                "asked": ASKED_LOOKUP_MS,
+                "unit": "ms",
+                "higher_is_better": False,
+            }
+            for name in ("cold", "warm")
+        ],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--output", type=Path, help="run file instead of the one in benchmarks/results")
     arguments = parser.parse_args()
-    text = json.dumps(measure(), indent=1)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+    result = run()
+    path = arguments.output or RESULTS / f"{result['date']}-cpu-lookup.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result["lookup"], indent=1))
+    print(path)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ On a CUDA device and under ``torch.no_grad()``. Three ways of launching the very
 same tensors take turns: the public op, the compiled kernel's own ``run`` with prepared arguments, and
 Triton's just-in-time ``kernel[grid](...)``. A sample is the host time of 100 calls; the device is
 synchronised between samples and the shape is tiny, so that no call waits for room in the launch queue.
-Figures are differences of medians. The time of 1,000 look-ups of mixed keys (see lookup.py) goes into
-the same run file, ``results/<date>-<gpu>-overhead.json``.
+Figures are differences of medians, in ``results/<date>-<gpu>-overhead.json``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks import lookup
 from benchmarks.summary import RESULTS
 from replayssm_tune.runtime import launch, ops
 from replayssm_tune.runtime.abi import tensor_arguments
@@ -45,7 +43,6 @@ SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
 """A spec that ships, at one sequence of one group: its plan there is one kernel."""
 
 ASKED_OVERHEAD_US = 5.0
-ASKED_LOOKUP_MS = 10.0
 CALLS = 100
 WARM_CALLS = 1000
 
@@ -171,10 +168,6 @@ def measure(rounds: int) -> dict[str, Any]:
             allocated = found["public_allocating"] - found["bare"]
             scope = f"mamba2 {spec.op} above a prepared launch, output allocated"
             record("python_overhead_us", scope, allocated, None, "us")
-    looked_up = lookup.measure(repeats=5)
-    for pass_name in ("cold", "warm"):
-        value = float(looked_up[f"{pass_name}_ms"])
-        record("lookup_1000_ms", f"1,000 mixed keys, {pass_name}", value, ASKED_LOOKUP_MS, "ms")
     return {
         "what": "overhead",
         "gpu": gpu,
@@ -197,7 +190,6 @@ def measure(rounds: int) -> dict[str, Any]:
             "spec": SPEC.key,
         },
         "call_us": {op: {way: round(us, 3) for way, us in found.items()} for op, found in times.items()},
-        "lookup": looked_up,
         "records": records,
     }
 

@@ -10,6 +10,8 @@ A run file is ``results/<date>-<gpu>-<what>.json``:
                 "time_us": {"mix": .., "nonflush": .., "flush": ..}, "roof_us": {"read": .., "scale": ..},
                 "native_us": .., "native_name": "..", "default_us": {"mix": ..}, "noise_floor": ..,
                 "samples_us": {...}}],
+     "stages": [{"spec": key, "effective_batch": n, "mode": "nonflush", "plan": key, "roof_us": ..,
+                 "time_us": .., "without_us": {"output": .., ...}}],
      "totals": {"tune_minutes": .., "scope": ".."},
      "records": [{"claim": .., "cell": {...}, "value": .., "unit": .., ...}]}
 
@@ -54,7 +56,7 @@ ASKED_TUNE_SCOPE = "nemotron-3-super-120b-a12b"
 
 CELL_KEYS = (
     "family", "op", "T", "window", "head_dim", "state_size", "heads_per_group", "state_dtype",
-    "effective_batch", "gpu", "kernel", "scope",
+    "effective_batch", "gpu", "kernel", "mode", "without", "scope",
 )  # fmt: skip
 """Keys of a record's cell, in the order they are written."""
 
@@ -72,6 +74,8 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
     gpu = run["gpu"]
     for cell in run.get("cells", ()):
         yield from _cell_records(cell, gpu)
+    for cell in run.get("stages", ()):
+        yield from _stage_records(cell, gpu)
     totals = dict(run.get("totals", {}))
     scope = totals.pop("scope", run["what"])
     for claim, value in totals.items():
@@ -94,18 +98,7 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     spec = Spec.parse(cell["spec"])
     batch = cell["effective_batch"]
     cell = _finite(cell)
-    key: Cell = {
-        "family": spec.family,
-        "op": spec.op,
-        "T": spec.num_tokens,
-        "window": spec.window,
-        "head_dim": spec.head_dim,
-        "state_size": spec.state_size,
-        "heads_per_group": spec.heads_per_group,
-        "state_dtype": spec.state_dtype,
-        "effective_batch": batch,
-        "gpu": gpu,
-    }
+    key = _key(spec, batch, gpu)
     time_us, roof_us = cell.get("time_us", {}), cell.get("roof_us", {})
     roofs_us = {
         "nonflush": roof_us.get("read"),
@@ -132,6 +125,30 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     for kernel, value in steps.items():
         if value is not None:
             yield _record("step_time_us", {**key, "kernel": kernel}, value, None, "us", False)
+
+
+def _stage_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
+    """What a step takes as it is, without one of its stages, and its roof."""
+    key = {**_key(Spec.parse(cell["spec"]), cell["effective_batch"], gpu), "mode": cell["mode"]}
+    times_us = {"nothing": cell["time_us"], **cell["without_us"]}
+    for left_out, value in times_us.items():
+        yield _record("stage_time_us", {**key, "without": left_out}, value, None, "us", False)
+    yield _record("stage_time_us", {**key, "kernel": "roof"}, cell["roof_us"], None, "us", False)
+
+
+def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
+    return {
+        "family": spec.family,
+        "op": spec.op,
+        "T": spec.num_tokens,
+        "window": spec.window,
+        "head_dim": spec.head_dim,
+        "state_size": spec.state_size,
+        "heads_per_group": spec.heads_per_group,
+        "state_dtype": spec.state_dtype,
+        "effective_batch": effective_batch,
+        "gpu": gpu,
+    }
 
 
 def _finite(value: Any) -> Any:
@@ -327,11 +344,36 @@ def asked_region(records: Sequence[Record]) -> str:
     return _markdown(["figure", "GPU", "of", "value", "asked", "reached"], rows)
 
 
+def stages_region(records: Sequence[Record]) -> str:
+    """Step time with one stage left out at a time, a row per cell and mode."""
+    found = select(records, "stage_time_us")
+    columns = list(dict.fromkeys(r["cell"]["without"] for r in found if "without" in r["cell"]))
+    # As it is first, combinations last.
+    columns.sort(key=lambda name: (name != "nothing", len(name)))
+    cells: dict[str, tuple[Cell, dict[str, float]]] = {}
+    for record in found:
+        cell = {k: v for k, v in record["cell"].items() if k not in ("without", "kernel")}
+        values = cells.setdefault(json.dumps(cell), (cell, {}))[1]
+        values[record["cell"].get("without", "roof")] = record["value"]
+    rows = [
+        [
+            cell["gpu"],
+            cell["state_dtype"],
+            str(cell["effective_batch"]),
+            cell["mode"],
+            *(f"{values[name]:.4g}" if name in values else "" for name in ("roof", *columns)),
+        ]
+        for cell, values in cells.values()
+    ]
+    return _markdown(["GPU", "state", "effective batch", "mode", "roof, µs", *columns], rows)
+
+
 REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
     "steps": steps_region,
     "overview": overview_region,
     "losses": losses_region,
     "asked": asked_region,
+    "stages": stages_region,
 }
 """Generated regions of documents by name."""
 

@@ -64,6 +64,7 @@ def render(spec: Spec, structure: Structure) -> str:
             constexprs=CONSTEXPRS,
             n_block=n_block,
             ring_block=ring_block(spec),
+            head_dim_block=next_power_of_two(spec.head_dim),
             group_block=next_power_of_two(spec.heads_per_group),
             split_terms=split_terms(spec),
         )

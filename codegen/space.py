@@ -305,25 +305,25 @@ REGIONS: Final = (
     Region(
         "State through shared memory into the dot, several heads in flight.",
         ("both",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
-        warps_stages=((1, 2), (2, 2), (4, 2), (4, 3)),
+        warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
     ),
     Region(
         "Ring scores by dot.",
         ("both",), _SCORES, _large_rows, _columns(64), _columns(64), _heads_up_to(1, 4),
     ),
     Region(
-        "Coefficients by a kernel of their own.",
-        ("both",), _PRECOMPUTED, _large_rows, _columns(64), _columns(64), _heads_up_to(1, 4),
-        warps_stages=((1, 1), (1, 2)),
+        "Coefficients and appends by a kernel of their own.",
+        ("both",), _PRECOMPUTED, _large_rows, _columns(32, 64), _columns(32, 64), _heads_up_to(2, 4, 8),
+        warps_stages=((1, 1), (2, 1), (2, 2)),
     ),
     Region(
-        "Coefficients by a kernel of their own.",
-        ("both",), _PRECOMPUTED_DOT, _few_rows, _whole, _columns(64), _heads_up_to(4, 8),
-        warps_stages=((1, 2), (2, 2)),
+        "As above, the state through shared memory into the dot.",
+        ("both",), _PRECOMPUTED_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(4, 8),
+        warps_stages=((1, 2), (2, 2), (2, 3)),
     ),
     Region(
         "One way for all rows: the new state is formed, and stored by rows that flush.",
-        ("both", "nonflush"), _REBUILD, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
+        ("both",), _REBUILD, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
     ),
     Region(
         "Whole tiles, all loads at once.",
@@ -332,12 +332,6 @@ REGIONS: Final = (
     Region(
         "Many programs of one warp each.",
         ("nonflush",), _LATE, _large_rows, _columns(32, 64), heads_per_program=_heads_up_to(1, 4, 16),
-        warps_stages=((1, 1), (1, 2)),
-    ),
-    Region(
-        "As above, more programs by fewer registers.",
-        ("nonflush",), _LATE, _large_rows, _columns(32, 64), heads_per_program=_heads_up_to(1, 4, 16),
-        max_registers=(168,),
     ),
     Region(
         "State through shared memory into the dot, several heads in flight.",
@@ -345,17 +339,8 @@ REGIONS: Final = (
         warps_stages=((1, 2), (2, 2), (4, 2), (4, 3)),
     ),
     Region(
-        "Ring scores by dot.",
-        ("nonflush",), _SCORES, _large_rows, _columns(64), heads_per_program=_heads_up_to(1, 16),
-    ),
-    Region(
-        "Coefficients by a kernel of their own.",
-        ("nonflush",), _PRECOMPUTED, _large_rows, _columns(64), heads_per_program=_heads_up_to(4, 16),
-        warps_stages=((1, 1), (1, 2)),
-    ),
-    Region(
-        "Coefficients by a kernel of their own.",
-        ("nonflush",), _PRECOMPUTED_DOT, _few_rows, _whole, heads_per_program=_heads_up_to(4, 16),
+        "Coefficients and appends by a kernel of their own.",
+        ("nonflush",), _PRECOMPUTED_DOT, _large_rows, _whole, heads_per_program=_heads_up_to(4, 8),
         warps_stages=((1, 2), (2, 2)),
     ),
     Region(
@@ -369,8 +354,7 @@ REGIONS: Final = (
     ),
     Region(
         "Fold beside the dot.",
-        ("flush",), _LATE, _large_rows, _whole, _columns(64), _heads_up_to(1, 8, 16),
-        warps_stages=((1, 1), (2, 2), (4, 3)),
+        ("flush",), _LATE, _large_rows, _whole, _columns(64), _heads_up_to(1, 8),
     ),
     Region(
         "Whole tiles, all loads at once.",

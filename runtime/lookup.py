@@ -254,10 +254,11 @@ class Lookup:
             for other in self._neighbours.get(_without_options(spec), ()):
                 distance = sum(getattr(spec, name) != getattr(other, name) for name in _OPTIONAL_INPUTS)
                 for series in self._series[other]:
-                    step = _step(series, gpu)
+                    relation = _relation(series.gpu, gpu)
+                    step = _step(series, relation)
                     if step:
                         own = (distance > 0, STEPS.index(step), distance, series.static, not series.user)
-                        ranked.append((own + _preference(series.gpu, gpu), _Link(step, series, other)))
+                        ranked.append((own + relation.preference, _Link(step, series, other)))
             chain = tuple(link for _, link in sorted(ranked, key=lambda item: item[0]))
             self._chains[spec, gpu] = chain
         return chain
@@ -361,20 +362,47 @@ def _without_options(spec: Spec) -> Spec:
     return dataclasses.replace(spec, has_d=False, has_z=False, has_dt_bias=False, dt_softplus=False)
 
 
-def _step(series: _Series, gpu: GpuInfo) -> str | None:
-    """The step at which ``gpu`` reaches the series, or None."""
-    theirs = series.gpu
+@dataclass(frozen=True)
+class _Relation:
+    """What the GPU of a table is to the GPU that asks."""
+
+    alike: bool
+    """Same capability and SM count."""
+    other_model: bool
+    """Alike, but by its name another model."""
+    same_architecture: bool
+    preference: tuple[float, ...]
+    """Smaller is closer: SM count, then words of the name, then memory and cache."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _relation(theirs: GpuInfo, gpu: GpuInfo) -> _Relation:
     alike = (theirs.vendor, theirs.capability, theirs.sm_count) == (
         gpu.vendor, gpu.capability, gpu.sm_count,
     )  # fmt: skip
-    known_other = alike and _other_model(theirs.name, gpu.name)
-    if alike and series.user and not series.static and not known_other:
+    shared = len(set(_words(theirs.name)) & set(_words(gpu.name)))
+    return _Relation(
+        alike=alike,
+        other_model=alike and _other_model(theirs.name, gpu.name),
+        same_architecture=_architecture(theirs) == _architecture(gpu),
+        preference=(
+            abs(theirs.sm_count - gpu.sm_count),
+            -shared,
+            abs(theirs.memory_bytes - gpu.memory_bytes),
+            abs(theirs.l2_bytes - gpu.l2_bytes),
+        ),
+    )
+
+
+def _step(series: _Series, relation: _Relation) -> str | None:
+    """The step at which a GPU reaches the series, or None."""
+    if relation.alike and series.user and not series.static and not relation.other_model:
         return "user"
     if series.static:
-        return "static" if alike else None
-    if alike:
-        return "sister" if known_other else "measured"
-    return "architecture" if _architecture(theirs) == _architecture(gpu) else None
+        return "static" if relation.alike else None
+    if relation.alike:
+        return "sister" if relation.other_model else "measured"
+    return "architecture" if relation.same_architecture else None
 
 
 def _architecture(gpu: GpuInfo) -> tuple[object, ...]:
@@ -385,17 +413,6 @@ def _architecture(gpu: GpuInfo) -> tuple[object, ...]:
     """
     major, minor = gpu.capability
     return (gpu.vendor, major, minor if major == 8 else None)
-
-
-def _preference(theirs: GpuInfo, gpu: GpuInfo) -> tuple[float, ...]:
-    """Smaller is closer: SM count, then words of the name, then memory and cache."""
-    shared = len(set(_words(theirs.name)) & set(_words(gpu.name)))
-    return (
-        abs(theirs.sm_count - gpu.sm_count),
-        -shared,
-        abs(theirs.memory_bytes - gpu.memory_bytes),
-        abs(theirs.l2_bytes - gpu.l2_bytes),
-    )
 
 
 _MODEL = re.compile(r"[a-z]{1,2}\d{2,3}[a-z]?|\d{4}")

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import os
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
+from ..runtime.table import Row
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
@@ -31,9 +33,11 @@ from .records import ROLE_MODES, Cell, Measurement, Timing
 from .records import Event as Measured
 from .report import SpecPlan, dropped_by_reason
 from .request import Job, Work
-from .search import Ranked, Ranking, Settings, compose, search
+from .search import Ranked, Ranking, Settings, compose, interleave, search
 from .search import Space as SearchSpace
+from .seeds import seeds
 from .shapes import shape_for
+from .static import rank
 from .store import Store
 
 FINAL_REPEATS = 8
@@ -41,6 +45,10 @@ FINAL_REPEATS = 8
 SETTINGS = Settings(repeats=3, enumerate_up_to=400, neighbours_best=6)
 RULES = Rules(contenders=5, rounds=4, rounds_before_drop=2, final_rounds=6, finalists=2)
 NATIVE_RULES = dataclasses.replace(RULES, contenders=3, rounds=2)
+COMPILE_SHARE = 0.4
+"""Share of a time budget after which no further point is compiled."""
+ROLE_SHARES = {"both": 0.5, "nonflush": 0.1, "flush": 0.1, "native": 0.3}
+"""How a budget for searching is divided: one launch for all rows has won nearly every row so far."""
 RETRIES = 2
 """How often a row is measured again that does not fit its curve."""
 
@@ -103,21 +111,53 @@ def spec_jobs(work: Iterable[Work]) -> list[tuple[Spec, Variant]]:
     ]
 
 
+def by_promise(
+    jobs: Sequence[tuple[Spec, Variant]], known: Mapping[Spec, Sequence[Variant]]
+) -> list[tuple[Spec, Variant]]:
+    """The same jobs, so ordered that a cut anywhere leaves every spec its likeliest points.
+
+    Defaults come first, then what is ``known`` to have won elsewhere, then the others, evenly over
+    the space.
+    """
+    queues: list[list[tuple[Spec, Variant]]] = []
+    for spec in dict.fromkeys(spec for spec, _ in jobs):
+        points = [variant for of, variant in jobs if of == spec]
+        defaults = [default_plan(spec).variants[0]]
+        others = random.Random(spec.key).sample(points, len(points))
+        wanted = set(points)
+        ordered = dict.fromkeys(v for v in (*defaults, *known.get(spec, ()), *others) if v in wanted)
+        queues.append([(spec, variant) for variant in ordered])
+    return interleave(queues)
+
+
 def compile_candidates(
     jobs: Sequence[tuple[Spec, Variant]],
     pool: CompilePool,
     gpu: Gpu,
     found: dict[Spec, Candidates],
     report: Report,
+    until_s: float = math.inf,
 ) -> Iterator[Compiled]:
-    """Compile points, yielding each result; ``found`` is filled when all are there."""
+    """Compile points, yielding each result; ``found`` is filled when all are there.
+
+    After ``until_s`` (monotonic clock) only points of specs that have none are begun.
+    """
     found.update((spec, Candidates(spec)) for spec, _ in jobs)
+    begun: set[Spec] = set()
+
+    def in_time() -> Iterator[tuple[Spec, Variant]]:
+        for spec, variant in jobs:
+            if spec not in begun or time.monotonic() < until_s:
+                begun.add(spec)
+                yield spec, variant
+
     results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
-    for done, result in enumerate(pool.run(jobs), 1):
+    for done, result in enumerate(pool.run(in_time()), 1):
         results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = result
         report(Event("compile", done, len(jobs), f"{len(found)} specs"))
         yield result
-    for (spec, role), by_variant in results.items():
+    for spec, role in dict.fromkeys((spec, variant.structure.role) for spec, variant in jobs):
+        by_variant = results.get((spec, role), {})
         points = space.points(spec, role)
         ordered = [by_variant[v] for v in points.variants if v in by_variant]
         kept, dropped = select(ordered, gpu.limits, points.default)
@@ -140,15 +180,24 @@ class MeasuredTune:
         bench: Gates and times.
         store: Remembers.
         report: Is told of progress.
+        known: Rows of other tunes, whose winners are tried first.
     """
 
-    def __init__(self, job: Job, bench: GpuBench, store: Store, report: Report) -> None:
+    def __init__(
+        self, job: Job, bench: GpuBench, store: Store, report: Report, known: Sequence[Row] = ()
+    ) -> None:
         self._job, self._bench, self._store, self._report = job, bench, store, report
         self._gpu = job.target.gpu
         self._stage = ""
         self.meter = Meter(bench, store, digest=_digest, progress=self._measured)
+        curves = {s: work.effective_batches for work in job.work for s in (work.spec, work.spec.native)}
+        self._seeds = {
+            (spec, batch): seeds(spec, batch, known) for spec, curve in curves.items() for batch in curve
+        }
+        self._curves = curves
         budget = job.budget
-        self._deadline = math.inf if budget.minutes is None else time.monotonic() + 60 * budget.minutes
+        self._began = time.monotonic()
+        self._deadline = math.inf if budget.minutes is None else self._began + 60 * budget.minutes
         self._trials = budget.trials
 
     def prepare(self, pool: CompilePool) -> dict[Spec, Candidates]:
@@ -157,11 +206,16 @@ class MeasuredTune:
         Raises:
             GateError: A default plan is numerically wrong: nothing can be compared with it.
         """
-        jobs = spec_jobs(self._job.work)
+        likely = {
+            spec: interleave([self._seeds[spec, batch] for batch in curve])
+            for spec, curve in self._curves.items()
+        }
+        jobs = by_promise(spec_jobs(self._job.work), likely)
+        until_s = self._began + COMPILE_SHARE * (self._deadline - self._began)
         found: dict[Spec, Candidates] = {}
         passed: dict[tuple[Spec, Variant], str] = {}
         # The GPU gates what is compiled while the processors compile what is not.
-        for result in compile_candidates(jobs, pool, self._gpu, found, self._report):
+        for result in compile_candidates(jobs, pool, self._gpu, found, self._report, until_s):
             keep = space.points(result.spec, result.variant.structure.role).default
             kept, _ = select([result], self._gpu.limits, keep)
             if kept:
@@ -218,11 +272,14 @@ class MeasuredTune:
         batches = work.effective_batches
         self._stage = spec.key
         share *= 0.5
-        rankings = {
-            role: self._search(spec, step, role, batches, self._budget(share / (4 - i)))
-            for i, role in enumerate(("both", "nonflush", "flush"))
-        }
-        natives = self._search(spec.native, native, "native", batches, self._budget(share))
+        left = sum(ROLE_SHARES.values())
+        rankings: dict[str, dict[int, Ranking]] = {}
+        for role, part in ROLE_SHARES.items():
+            budget = self._budget(share * part / left)
+            left -= part
+            of, among = (spec.native, native) if role == "native" else (spec, step)
+            rankings[role] = self._search(of, among, role, batches, budget)
+        natives = rankings["native"]
         results: dict[int, CellResult] = {}
         previous: list[Plan] = []
         for i, batch in enumerate(batches):
@@ -232,9 +289,11 @@ class MeasuredTune:
             winner = results[batch].verdict.winner
             previous = [winner] if winner else previous
         for attempt in range(1, RETRIES + 1):
-            points = [self._curve_point(result) for result in results.values()]
-            doubtful = suspects(points, self._gpu.memory_gbps)
-            for batch in doubtful:
+            curve = [self._curve_point(result) for result in results.values()]
+            doubtful = suspects(curve, self._gpu.memory_gbps)
+            # What has not been compared with the default may lose to it.
+            uncompared = {b for b, result in results.items() if result.verdict.default_time_us is None}
+            for batch in sorted({*doubtful, *uncompared}):
                 plans = _compose(spec, rankings, batch)
                 budget = self._budget()
                 results[batch] = self._cell(spec, batch, plans, natives[batch], [], budget, attempt)
@@ -270,7 +329,15 @@ class MeasuredTune:
             return dict.fromkeys(batches, ())
         default = default_plan(spec).variants[0]
         first = default if default.structure.role == role else variants[0]
-        return search(SearchSpace(spec, variants, first), batches, self.meter, budget, settings=SETTINGS)
+        points = [candidates.compiled[variant] for variant in variants]
+
+        def likely(batch: int) -> list[Variant]:
+            won = [v for v in self._seeds[spec, batch] if v.structure.role == role]
+            ranked = [v for v, _ in rank(self._gpu, points, batch)] if role in ("both", "native") else []
+            return interleave([won, ranked])
+
+        found = SearchSpace(spec, variants, first)
+        return search(found, batches, self.meter, budget, likely=likely, settings=SETTINGS)
 
     def _budget(self, share: float = 1.0) -> Budget:
         """``share`` of the budget that is left."""

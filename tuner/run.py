@@ -17,7 +17,7 @@ from ..codegen.compile import Compiled, CompilePool, check_toolchain
 from ..codegen.emit import check_writable, emit
 from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
-from ..runtime.lookup import Lookup, shipped_tables, user_tables
+from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
 from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row, Table, Toolchain, load
@@ -102,7 +102,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         Store(job.store, gpu_bench.environment) as store,
     ):
         environment = gpu_bench.environment
-        tuning = MeasuredTune(job, gpu_bench, store, report)
+        tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
         found = tuning.prepare(pool)
         pool.close()
         for i, work in enumerate(job.work):
@@ -197,7 +197,8 @@ def _record(
     models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
     scope = ", ".join(models)
     name = f"{what}-{'-'.join(models)}"
-    data = runfile.run_data(name, job.target.gpu.name, environment, cells, {**totals, "scope": scope})
+    of_run = {**totals, "scope": scope}
+    data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
     return runfile.write_run(folder, data)
 
 
@@ -225,6 +226,13 @@ def _static(job: Job, report: Report) -> Tuned:
         static_share=result.share,
         notes=(job.target.note, *job.notes, *result.notes, *emission.notes),
     )
+
+
+def _known_rows(job: Job) -> tuple[Row, ...]:
+    """Rows of all tables at hand, those of the output folder first."""
+    folder = job.output / "tables"
+    own = read_folder(folder) if folder.is_dir() else ()
+    return tuple(row for table in (*own, *user_tables(), *shipped_tables()) for row in table.rows)
 
 
 def _rows(cells: Iterable[CellResult], step: Candidates, native: Candidates, version: str) -> list[Row]:

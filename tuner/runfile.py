@@ -15,6 +15,7 @@ from ..codegen.files import write
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
 from .records import Environment
+from .request import Budget
 
 
 def today() -> str:
@@ -23,7 +24,12 @@ def today() -> str:
 
 
 def run_data(
-    what: str, gpu: str, environment: Environment, cells: Iterable[CellResult], totals: dict[str, Any]
+    what: str,
+    gpu: str,
+    environment: Environment,
+    cells: Iterable[CellResult],
+    totals: dict[str, Any],
+    budget: Budget,
 ) -> dict[str, Any]:
     """Content of a run file (see ``benchmarks/summary.py`` for the format)."""
     return {
@@ -41,6 +47,7 @@ def run_data(
             "launches_per_graph_at_least": GRAPH_LAUNCHES,
             "repeats_final": FINAL_REPEATS,
             "repeats_screening": SETTINGS.repeats,
+            "budget": asdict(budget),
             "race": asdict(RULES),
             "mix": "flush phases spread evenly over rows, shifted by one per layer; one token a step",
             "nonflush": "window // 2 live ring tokens",

@@ -1,8 +1,9 @@
 """Searching the kernels of one role over a curve of batches, and composing plans of the best.
 
 A curve costs little more than one cell. Three *anchor* batches are screened broadly: a small space
-is enumerated, a larger one sampled, seeded by what is known. Every other batch measures only the
-best few of its neighbours on both sides, and the default.
+is enumerated if time is no object, any other sampled, from likely points on. Every other batch
+measures only the best of its neighbours on both sides, the more of them the farther away they are,
+a few likely points, and the default.
 
 Both ways of screening are Optuna studies, asked and told in memory (see ``samplers``): asking a
 study in the store would cost a write per parameter. Results go to the store as they come.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,9 @@ class Settings:
         repeats: Timings per screened point.
         enumerate_up_to: Spaces of at most so many points are enumerated at an anchor.
         sampled_points: Points sampled from a larger space at each anchor.
-        neighbours_best: How many of a neighbour's best another batch measures.
+        neighbours_best: How many of an adjacent neighbour's best another batch measures (so many
+            more for every two steps along the curve), and how many likely points.
+        likely_first: Likely points that an anchor begins with.
         sampler: Of larger spaces, a key of ``samplers.SAMPLERS``.
         seed: Of the sampler.
     """
@@ -43,6 +46,7 @@ class Settings:
     enumerate_up_to: int = 400
     sampled_points: int = 200
     neighbours_best: int = 12
+    likely_first: int = 24
     sampler: str = "model"
     seed: int = 0
 
@@ -97,7 +101,7 @@ def search(
     meter: Meter,
     budget: Budget | None = None,
     *,
-    seeds: Sequence[Variant] = (),
+    likely: Callable[[int], Sequence[Variant]] = lambda batch: (),
     settings: Settings | None = None,
 ) -> dict[int, Ranking]:
     """Rank the points of one role at every batch.
@@ -107,8 +111,8 @@ def search(
         batches: Effective batches.
         meter: Measures and remembers.
         budget: For this call. However small it is, the default is measured at every batch.
-        seeds: Points to try first, best first (winners of sister specs, GPUs or dtypes); the
-            nearest point stands in for one that this space does not have.
+        likely: Points to try first at a batch, likeliest first (winners of sister specs, dtypes or
+            GPUs, a model's picks); the nearest point stands in for one that this space lacks.
         settings: How broadly.
 
     Returns:
@@ -118,28 +122,34 @@ def search(
     curve = sorted(set(batches))
     anchors = list(dict.fromkeys(curve[i] for i in (len(curve) // 2, 0, -1))) if curve else []
     others = _by_bisection(curve, anchors)
-    reserve = len(others) * (2 * settings.neighbours_best + 1)
+    reserve = len(others) * (4 * settings.neighbours_best + 1)
     wanted = len(space.variants)
     if wanted > settings.enumerate_up_to:
         wanted = min(wanted, settings.sampled_points)
-    total = wanted * len(anchors) + reserve
     allowance = meter.allowance(budget or Budget())
+    if allowance.deadline is not None:  # every batch its likely points, before an anchor all of its own
+        wanted = min(wanted, 2 * settings.likely_first)
+    total = wanted * len(anchors) + reserve
     if budget is not None and budget.points is not None:
         total = max(len(curve), min(total, budget.points))
     meter.begin("search", total)
 
     snap = SpaceSampler(space.variants)
-    known = list(dict.fromkeys((space.default, *(snap.nearest(seed) for seed in seeds))))
+
+    def known(batch: int, count: int) -> list[Variant]:
+        return [space.default, *dict.fromkeys(snap.nearest(v) for v in likely(batch)[:count])]
+
     rankings: dict[int, Ranking] = {}
     for i, batch in enumerate(anchors):
         part = wanted / (wanted * (len(anchors) - i) + reserve)
         best = [_best(rankings[b], settings.neighbours_best) for b in anchors[:i]]
-        first = list(dict.fromkeys((*known, *_interleave(best))))
+        first = list(dict.fromkeys((*known(batch, settings.likely_first), *interleave(best))))
         rankings[batch] = _screen(space, batch, first, meter, allowance.share(part), settings)
     for i, batch in enumerate(others):
         sides = [max(b for b in rankings if b < batch), min(b for b in rankings if b > batch)]
-        best = [_best(rankings[b], settings.neighbours_best) for b in sides]
-        points = list(dict.fromkeys((space.default, *_interleave(best))))
+        steps = curve.index(sides[1]) - curve.index(sides[0])
+        best = [_best(rankings[b], settings.neighbours_best * max(1, steps // 2)) for b in sides]
+        points = interleave([known(batch, settings.neighbours_best), *best])
         share = allowance.share(1 / (len(others) - i))
         rankings[batch] = _visit(space, batch, points, meter, share, settings)
     return {batch: rankings[batch] for batch in curve}
@@ -161,7 +171,7 @@ def compose(spec: Spec, both: Ranking, nonflush: Ranking, flush: Ranking, few: i
         key=lambda pair: pair[0],
     )
     singles = [Plan((ranked.variant,)) for ranked in both[: 2 * few]]
-    return tuple(_interleave([[plan for _, plan in pairs], singles]))
+    return tuple(interleave([[plan for _, plan in pairs], singles]))
 
 
 def _screen(
@@ -178,6 +188,8 @@ def _screen(
     small = len(space.variants) <= settings.enumerate_up_to
     if small and allowance.left.points is not None:
         small = len(space.variants) <= allowance.left.points
+    # What may be cut short goes from likely to unlikely points, not through the list.
+    small = small and allowance.left.seconds is None
     sampler = SAMPLERS["enumerate" if small else settings.sampler](space.variants, seed)
     study = optuna.create_study(sampler=sampler)
     worst = 0.0
@@ -239,7 +251,8 @@ def _best(ranking: Ranking, count: int) -> list[Variant]:
     return [ranked.variant for ranked in ranking[:count]]
 
 
-def _interleave(lists: Sequence[Sequence[Any]]) -> list[Any]:
+def interleave(lists: Sequence[Sequence[Any]]) -> list[Any]:
+    """The first item of each list, then the second of each, and so on; repeats left out."""
     longest = max((len(items) for items in lists), default=0)
     return list(dict.fromkeys(items[i] for i in range(longest) for items in lists if i < len(items)))
 

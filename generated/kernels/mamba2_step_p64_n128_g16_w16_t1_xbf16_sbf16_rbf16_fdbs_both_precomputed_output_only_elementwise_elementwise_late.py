@@ -13,6 +13,7 @@ STATE_BLOCK = tl.constexpr(128)
 HEADS_PER_GROUP = tl.constexpr(16)
 WINDOW = tl.constexpr(16)
 GROUP_BLOCK = tl.constexpr(16)
+HEAD_DIM_BLOCK = tl.constexpr(64)
 RING_BLOCK = tl.constexpr(16)
 SCORE_BLOCK = tl.constexpr(64)
 NUM_TOKENS = tl.constexpr(1)
@@ -110,8 +111,6 @@ def step(
     ring_len = tl.load(ring_len_ptr + slot)
     ring_start = tl.load(ring_start_ptr + slot)
     flush = ring_len + NUM_TOKENS > WINDOW
-    append = ring_start + ring_len
-    append -= tl.where(append >= ring_capacity, ring_capacity, 0)
     j = tl.arange(0, RING_BLOCK)
     live = j < ring_len
     token = ring_start + j
@@ -163,11 +162,6 @@ def step(
             y += tl.sum(tl.where(h == head_offset, new, 0.0), 0) * x_new.to(tl.float32)
             out_head_ptr = out_ptr + row64 * out_stride_row + head * out_stride_head
             tl.store(out_head_ptr + p, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-            tl.store(
-                ring_x_head_ptr + append * ring_x_stride_token + p,
-                x_new.to(ring_x_ptr.dtype.element_ty),
-                mask=p_mask,
-            )
     else:
         # y = decay * (S0 C) + sum_j weight_j (B_j C) x_j + new * x
         for head_offset in tl.range(0, HEADS_PER_PROGRAM, num_stages=NUM_STAGES):
@@ -199,11 +193,6 @@ def step(
             y += tl.sum(tl.where(h == head_offset, new, 0.0), 0) * x_new.to(tl.float32)
             out_head_ptr = out_ptr + row64 * out_stride_row + head * out_stride_head
             tl.store(out_head_ptr + p, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-            tl.store(
-                ring_x_head_ptr + append * ring_x_stride_token + p,
-                x_new.to(ring_x_ptr.dtype.element_ty),
-                mask=p_mask,
-            )
 
 
 @triton.jit
@@ -310,6 +299,16 @@ def coefficients(
         score = tl.sum(tl.sum(ring_b.to(tl.float32) * score_c.to(tl.float32)[:, None, :], 0), 1)
         weight *= token_decay[:, None] * score[None, :]
         decay *= token_decay
+    # All appends at once: writes in between the reads of the state cost several times their bytes.
+    head_p = tl.arange(0, HEAD_DIM_BLOCK)
+    x_mask = head_mask[:, None] & (head_p < HEAD_DIM)[None, :]
+    x_ptrs = x_ptr + row64 * x_stride_row + heads[:, None] * x_stride_head + head_p[None, :]
+    ring_x_ptrs = ring_x_ptr + slot * ring_x_stride_slot + heads[:, None] * ring_x_stride_head
+    tl.store(
+        ring_x_ptrs + append * ring_x_stride_token + head_p[None, :],
+        tl.load(x_ptrs, mask=x_mask, other=0.0).to(ring_x_ptr.dtype.element_ty),
+        mask=x_mask,
+    )
     tl.store(
         ring_b_group_ptr + append * ring_b_stride_token + n,
         b_new.to(ring_b_ptr.dtype.element_ty),

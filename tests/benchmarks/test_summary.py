@@ -49,6 +49,19 @@ def test_every_claim_of_a_cell():
     }
 
 
+def test_times_without_a_stage_stand_beside_the_whole_and_the_roof():
+    stage = {
+        "spec": KEY.format("fp32"), "effective_batch": 16, "mode": "nonflush", "plan": "plan",
+        "roof_us": 2.0, "time_us": 3.0, "without_us": {"output": 2.9},
+    }  # fmt: skip
+    records = summary.derive([("a.json", run(stages=[stage]))])
+    assert value(records, "stage_time_us", without="nothing") == 3.0
+    assert value(records, "stage_time_us", without="output") == 2.9
+    assert value(records, "stage_time_us", kernel="roof") == 2.0
+    region = summary.stages_region(records)
+    assert "| H200 | fp32 | 16 | nonflush | 2 | 3 | 2.9 |" in region
+
+
 def test_what_is_asked_stands_beside_the_cells_it_is_asked_of():
     records = summary.derive([("a.json", run(cell(32768), cell(128), cell(32768, "bf16")))])
     asked = {

@@ -60,7 +60,7 @@ def test_the_space_compiles_within_minutes(head_dim, state_size, heads_per_group
     spec = Spec("mamba2", "step", head_dim, state_size, heads_per_group, 16, state_dtype=state_dtype)
     size = {role: len(points(spec, role).variants) for role in roles(spec)}
     size["native"] = len(points(spec.native, "native").variants)
-    most = {"both": 260, "nonflush": 160, "flush": 120, "native": 50}
+    most = {"both": 380, "nonflush": 120, "flush": 100, "native": 50}
     assert all(size[role] <= most[role] for role in ROLES), size
 
 
@@ -78,11 +78,12 @@ def test_the_order_never_changes():
     "both.inline.output_only.dot.elementwise.late/p32.n128.f32.h4.w2.s2.r0.e0",
     "both.inline.output_only.dot.elementwise.late/p32.n128.f64.h8.w1.s2.r0.e0",
     "both.inline.output_only.dot.elementwise.late/p64.n128.f64.h8.w4.s3.r0.e0",
+    "both.inline.output_only.dot.elementwise.late/p64.n128.f32.h8.w2.s3.r0.e0",
+    "both.precomputed.output_only.elementwise.elementwise.late/p64.n32.f32.h2.w2.s1.r0.e0",
+    "both.precomputed.output_only.dot.elementwise.late/p32.n128.f64.h4.w1.s2.r0.e0",
     "nonflush.inline.output_only.elementwise.elementwise.late/p64.n32.f0.h1.w1.s1.r0.e0",
-    "nonflush.inline.output_only.elementwise.elementwise.late/p64.n64.f0.h4.w1.s2.r0.e0",
     "nonflush.inline.output_only.dot.elementwise.late/p64.n128.f0.h4.w2.s2.r0.e0",
     "flush.inline.output_only.dot.elementwise.late/p64.n128.f64.h8.w4.s3.r0.e0",
-    "flush.inline.output_only.elementwise.elementwise.late/p64.n128.f64.h16.w4.s3.r0.e0",
     "flush.inline.output_only.elementwise.elementwise.early/p32.n32.f128.h1.w2.s1.r0.e0",
     "native.inline.output_only.elementwise.elementwise.late/p16.n128.f0.h1.w1.s1.r0.e0",
 ])  # fmt: skip
@@ -138,7 +139,7 @@ def test_without_16_bit_activations_no_output_is_read_by_dot():
         assert {v.structure.readout for v in found.variants} == {"elementwise"}
         assert {v.structure.scores for v in found.variants} == {"elementwise"}
         assert found.rejected["read-out by dot: dtypes and whole rows"] > 0
-        assert found.rejected["scores by dot: 16-bit ring"] > 0
+        assert role != "both" or found.rejected["scores by dot: 16-bit ring"] > 0
 
 
 def test_blocks_follow_a_head_that_is_no_power_of_two():

@@ -190,6 +190,66 @@ def test_a_short_budget_still_uses_what_the_search_found(fake: type[FakeBench], 
     assert row.plan.variants[0].structure.load == "early"
 
 
+def test_a_cut_leaves_every_spec_its_default_and_what_won_elsewhere() -> None:
+    spec = job(Path()).work[0].spec
+    jobs = measured.spec_jobs(job(Path()).work)
+    won = space.points(spec, "both").variants[-1]
+    ordered = measured.by_promise(jobs, {spec: (won,)})
+    assert sorted(ordered) == sorted(jobs)
+    defaults = [(s, default_plan(s).variants[0]) for s in (spec, spec.native)]
+    assert ordered[:3] == [*defaults, (spec, won)]
+    assert [s for s, _ in ordered[:8]] == [spec, spec.native] * 4
+
+
+def test_a_budget_ends_compiling(fake: type[FakeBench], tmp_path: Path) -> None:
+    whole = run.tune(job(tmp_path / "whole"), silent)
+    cut = run.tune(job(tmp_path / "cut", budget=Budget(minutes=1e-6)), silent)
+    for plan, all_of_it in zip(cut.specs, whole.specs, strict=True):
+        dropped = {d.reason: d.count for d in plan.dropped}
+        assert plan.kept == 1 < all_of_it.kept
+        assert dropped["less promising, not compiled"] >= all_of_it.kept - 1
+    assert not cut.missing
+    assert {row.plan for row in cut.table.rows} == {default_plan(row.spec) for row in cut.table.rows}
+
+
+def test_winners_of_a_sister_are_tried_first(
+    fake: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "shipped_tables", lambda: ())
+    sister = dataclasses.replace(job(tmp_path).work[0].spec, heads_per_group=8)
+    (work, *_) = job(tmp_path).work
+    here = job(tmp_path)
+    other = dataclasses.replace(here, work=(dataclasses.replace(work, spec=sister, effective_batches=(16,)),))
+    run.tune(other, silent)
+    tuned = load(tmp_path / "generated" / "tables" / "h200.json")
+    (winner,) = (row.plan.variants[0] for row in tuned.rows if row.spec == sister)
+    run.tune(dataclasses.replace(here, store=tmp_path / "another"), silent)
+    cell = Cell(work.spec, 16)
+    tried = [subject for mode, of, subject in fake.asked if of == cell and mode == "mix"]
+    assert winner != default_plan(sister).variants[0]
+    assert tried[:2] == [default_plan(work.spec).variants[0].key, winner.key]
+
+
+def test_a_row_that_was_not_compared_with_the_default_is_measured_again(
+    fake: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = {"failed": False}
+    default = default_plan(job(tmp_path).work[0].spec)
+    time = fake.time
+
+    def flaky(self: FakeBench, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
+        timing = time(self, cell, variants, mode, repeats)
+        if mode == "mix" and variants == default.variants and not once["failed"]:
+            once["failed"] = True
+            return Timing((), "timeout", "took more than 60 s")
+        return timing
+
+    monkeypatch.setattr(fake, "time", flaky)
+    tuned = run.tune(job(tmp_path), silent)
+    assert once["failed"]
+    assert all(row.default_time_us is not None for row in tuned.table.rows)
+
+
 def test_bench_times_what_is_served_and_remembers_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
     run.bench(job(tmp_path, (64,)), tmp_path / "results", silent)
     first = len(fake.asked)

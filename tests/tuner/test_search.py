@@ -108,15 +108,34 @@ def test_a_budget_is_kept_but_for_the_default(tmp_path: Path, budget: Budget) ->
         assert default("nonflush") in [ranked.variant for ranked in ranking]
 
 
-def test_seeds_are_tried_first_and_snapped_to_the_space(tmp_path: Path) -> None:
+def test_likely_points_are_tried_first_and_snapped_to_the_space(tmp_path: Path) -> None:
     bench = FakeBench()
     alien = dataclasses.replace(
         SMALL.variants[40], tile=dataclasses.replace(SMALL.variants[40].tile, max_registers=128)
     )
     meter = Meter(bench, Store(tmp_path / "s", GPU))
-    search(SMALL, (256,), meter, seeds=(SMALL.variants[70], alien))
+    search(SMALL, (256,), meter, likely=lambda batch: (SMALL.variants[70], alien))
     tried = [call[2] for call in bench.calls[:3]]
     assert tried == [default("nonflush").key, SMALL.variants[70].key, SMALL.variants[40].key]
+
+
+def test_under_a_time_limit_every_batch_gets_its_likely_points(tmp_path: Path) -> None:
+    bench = FakeBench()
+    meter = Meter(bench, Store(tmp_path / "s", GPU), clock=bench.clock)
+
+    def likely(batch: int) -> list[Variant]:
+        by_time = {v: bench.exact(Cell(SPEC, batch), (v,), SMALL.mode) for v in SMALL.variants}
+        return sorted(by_time, key=by_time.__getitem__)[10:40]
+
+    search(SMALL, BATCHES, meter)
+    tenth = Budget(seconds=bench.clock() / 10)
+    worst = {}
+    for name, hints in {"with": likely, "without": lambda batch: ()}.items():
+        bench = FakeBench()
+        meter = Meter(bench, Store(tmp_path / name, GPU), clock=bench.clock)
+        curve = search(SMALL, BATCHES, meter, tenth, likely=hints)
+        worst[name] = min(share(bench, SMALL, b, ranking[0].variant) for b, ranking in curve.items())
+    assert worst["with"] > max(0.85, worst["without"])
 
 
 def test_progress_reaches_its_total(tmp_path: Path) -> None:

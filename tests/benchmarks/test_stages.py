@@ -1,0 +1,67 @@
+"""Leaving one stage out of a generated module."""
+
+import ast
+
+import pytest
+
+from benchmarks import stages
+from replayssm_tune.codegen.render import render
+from replayssm_tune.runtime.plan import Structure
+from replayssm_tune.runtime.spec import Spec
+
+SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+STRUCTURES = (
+    Structure("both", load="early"),
+    Structure("both"),
+    Structure("both", readout="dot"),
+    Structure("both", "precomputed"),
+)
+
+
+def calls(source, name):
+    """Calls of ``tl.<name>`` whose mask is never true, by their first argument's text."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+            mask = {k.arg: ast.unparse(k.value) for k in node.keywords}.get("mask", "")
+            found[ast.unparse(node.args[0])] = "ring_capacity < 0" in mask
+    return found
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.key)
+@pytest.mark.parametrize("name", stages.STAGES)
+def test_every_stage_is_found_in_every_kernel_that_has_it(structure, name):
+    source = render(SPEC, structure)
+    assert stages.without(source, stages.STAGES[name], 8, 16) != ast.unparse(ast.parse(source))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.key)
+def test_what_is_left_out_is_masked_and_nothing_else(structure):
+    source = render(SPEC, structure)
+    stores = calls(stages.without(source, stages.STAGES["output and appends"], 8, 16), "store")
+    state = {pointer for pointer in stores if "state" in pointer or pointer == "fold_ptrs"}
+    padding = {pointer for pointer in stores if "pad_ptr" in pointer}
+    scratch = {pointer for pointer in stores if "scratch" in pointer}
+    for pointer, masked in stores.items():
+        assert masked != (pointer in state | padding | scratch), pointer
+    loads = calls(stages.without(source, stages.STAGES["ring reads"], 8, 16), "load")
+    assert all(masked == ("token" in pointer) for pointer, masked in loads.items())
+
+
+def test_known_cursors_are_those_of_the_timed_rows():
+    source = render(SPEC, STRUCTURES[0])
+    text = stages.without(source, stages.STAGES["reading the cursors"], 8, 16)
+    namespace = {"ring_capacity": 17, "NUM_TOKENS": 1, "WINDOW": 16}
+    values = {
+        target.id: eval(ast.unparse(node.value), namespace)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in ("ring_len", "ring_start")
+    }
+    assert values == {"ring_len": 8, "ring_start": 1}
+
+
+def test_a_module_without_the_stage_stays_as_it_is():
+    source = render(SPEC.native, Structure("native"))
+    assert stages.without(source, stages.STAGES["ring reads"], 8, 16) == source
