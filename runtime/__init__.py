@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         TableError,
         ToolchainError,
     )
-    from .launch import warmup
     from .ops import (
         Cache,
         bytes_per_slot,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         mamba2_native_step,
         mamba2_step,
         reset,
+        warmup,
     )
     from .spec import Spec
 else:
@@ -44,13 +44,12 @@ else:
     )  # fmt: skip
     _OPS = (
         "Cache", "bytes_per_slot", "commit", "drained", "make_cache", "mamba2_native_step", "mamba2_step",
-        "reset",
+        "reset", "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
         **dict.fromkeys(_OPS, "ops"),
         "Spec": "spec",
-        "warmup": "launch",
     }
 
     def __getattr__(name):

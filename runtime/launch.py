@@ -21,7 +21,6 @@ from .build import ALIGNMENT_BYTES
 from .checks import Signature
 from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
-from .errors import ToolchainError
 from .lookup import announce, default_lookup
 from .modules import cursors_path, load_module, module_path
 from .plan import Plan, Structure
@@ -223,38 +222,20 @@ def launch_drained(
         _launch_cursors("drained", rows, slots, ring_start, ring_len, rows, capacity, null_slot)
 
 
-def warmup(
+def compile_ahead(
     spec: Spec,
     effective_batches: Sequence[int],
-    device: torch.device | str = "cuda",
-    index_dtype: torch.dtype = torch.int32,
-    aligned: bool = True,
+    device_index: int,
+    index_dtype: torch.dtype,
+    aligned: bool,
 ) -> int:
-    """Compile everything that steps of ``spec`` and their cursor ops will need, ahead of a capture.
-
-    Args:
-        spec: A ``step`` or ``native_step`` spec.
-        effective_batches: Sequences x heads of the captures.
-        device: CUDA device.
-        index_dtype: dtype of slot_index and of accepted counts.
-        aligned: Pointers and strides of the captures are multiples of 16 bytes. Call once more with
-            False for a pool where they are not.
-
-    Returns:
-        Number of plans compiled (or loaded from Triton's cache).
+    """CUDA implementation of :func:`.ops.warmup`.
 
     Raises:
         DispatchError: Strict mode, and no table has a row.
         CompileError: A kernel does not compile.
-        ToolchainError: There is no CUDA device, or no C compiler.
+        ToolchainError: There is no C compiler.
     """
-    if not torch.cuda.is_available():
-        raise ToolchainError(
-            "there is no CUDA device to warm up, or torch was built without CUDA",
-            hint="skip warmup on a CPU: the ops compile nothing there",
-        )
-    index = torch.device(device).index
-    device_index = torch.cuda.current_device() if index is None else index
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
     dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in _arguments(spec))
     for plan in plans:

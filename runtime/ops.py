@@ -20,7 +20,7 @@ GPU. A step must not be run twice on the same slots without the ``commit`` in be
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from . import checks, reference
 from .dtypes import TORCH_DTYPES
-from .errors import ArgumentError
+from .errors import ArgumentError, ToolchainError
 from .spec import DTYPE_BYTES, Spec
 
 NAMESPACE: Final = (__package__ or "replayssm").removesuffix(".runtime").replace(".", "_")
@@ -96,6 +96,7 @@ def mamba2_step(
     Raises:
         ArgumentError: A tensor does not fit; the message says which, where and what to do.
         SpecError: No kernel serves the head dim, state size, window or dtypes.
+        ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
     null = -1 if null_slot is None else null_slot
     if _goes_direct(x, state):
@@ -329,6 +330,42 @@ def _capacity(spec: Spec, heads: int, groups: int, capacity: int | None) -> int:
     return least if capacity is None else capacity
 
 
+def warmup(
+    spec: Spec,
+    effective_batches: Sequence[int],
+    device: torch.device | str = "cuda",
+    index_dtype: torch.dtype = torch.int32,
+    aligned: bool = True,
+) -> int:
+    """Compile everything that steps of ``spec`` and their cursor ops will need, ahead of a capture.
+
+    Args:
+        spec: A ``step`` or ``native_step`` spec.
+        effective_batches: Sequences x heads of the captures.
+        device: CUDA device.
+        index_dtype: dtype of slot_index and of accepted counts.
+        aligned: Pointers and strides of the captures are multiples of 16 bytes. Call once more with
+            False for a pool where they are not.
+
+    Returns:
+        Number of plans compiled (or loaded from Triton's cache).
+
+    Raises:
+        DispatchError: Strict mode, and no table has a row.
+        CompileError: A kernel does not compile.
+        ToolchainError: There is no CUDA device, no triton or no C compiler.
+    """
+    if not torch.cuda.is_available():
+        raise ToolchainError(
+            "there is no CUDA device to warm up, or torch was built without CUDA",
+            hint="skip warmup on a CPU: the ops compile nothing there",
+        )
+    index = torch.device(device).index
+    device_index = torch.cuda.current_device() if index is None else index
+    compiled: int = _compile_ahead(spec, effective_batches, device_index, index_dtype, aligned)
+    return compiled
+
+
 def _goes_direct(first: Tensor, second: Tensor) -> bool:
     """Whether nothing (compiler, tracer, mode, subclass, transform) needs to see the operator."""
     return (
@@ -350,21 +387,35 @@ def _refuse_grad(**tensors: Tensor | None) -> None:
             )
 
 
-def _late(function: str) -> Callable[..., None]:
-    """A function of :mod:`.launch`, imported at the first call: importing ops needs no Triton."""
-    target: Callable[..., None] | None = None
+def _late(function: str) -> Callable[..., Any]:
+    """A function of :mod:`.launch`, imported at the first call: importing ops needs no Triton.
 
-    def call(*arguments: Any) -> None:
+    The function raises ToolchainError where Triton is missing or broken.
+    """
+    target: Callable[..., Any] | None = None
+
+    def call(*arguments: Any) -> Any:
         nonlocal target
         if target is None:
-            target = getattr(importlib.import_module(".launch", __package__), function)
-        target(*arguments)
+            try:
+                target = getattr(importlib.import_module(".launch", __package__), function)
+            except ImportError as error:
+                if (error.name or "").partition(".")[0] != "triton":
+                    raise
+                raise ToolchainError(
+                    f"triton, which compiles the kernels for CUDA tensors, cannot be imported: {error}",
+                    where=f"{function} of {__package__}.launch",
+                    hint="install a triton that fits this torch, or call the ops on CPU tensors: those need "
+                    "none",
+                ) from error
+        return target(*arguments)
 
     return call
 
 
 _launch_step = _late("launch_step")
 _launch_native_step = _late("launch_native_step")
+_compile_ahead = _late("compile_ahead")
 
 
 def _cpu_step(*arguments: Any) -> None:

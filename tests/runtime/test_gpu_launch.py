@@ -70,7 +70,7 @@ def test_graph_replays_any_number_of_live_rows(
         driver.commit(scene, caches, dataclasses.replace(step, accepted=accepted))
 
     if device == "cuda":
-        assert launch.warmup(spec, [rows * heads], device, index_dtype) == 1
+        assert ops.warmup(spec, [rows * heads], device, index_dtype) == 1
     forbid_compiling()
     replay = captured(device, lambda: body(pool, out))
     for live in (1, 7, rows - 1, rows):

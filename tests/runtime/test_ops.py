@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import subprocess
+import sys
 from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
 import torch
 
-from replayssm_tune.runtime import checks, compiled, launch, ops
+from replayssm_tune.runtime import checks, compiled, ops
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError, ToolchainError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Trajectory
@@ -371,7 +373,44 @@ def test_warmup_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2)
     with pytest.raises(ToolchainError, match=r"no CUDA device.*skip warmup"):
-        launch.warmup(spec, [8])
+        ops.warmup(spec, [8])
+
+
+WITHOUT_TRITON = """
+import dataclasses, sys
+sys.modules["triton"] = None
+import torch
+from replayssm_tune.runtime import Spec, ToolchainError, checks, make_cache, mamba2_step, ops, warmup
+
+spec = Spec("mamba2", "step", 4, 4, 1, 2, activation_dtype="fp32", ring_dtype="fp32")
+cache, slots = make_cache(spec, 1, 1, 1, "cpu"), torch.zeros(1, dtype=torch.int32)
+torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
+# Tensors that pass for CUDA ones up to the launch.
+full_check = checks.check_step
+checks.check_step = lambda *arguments: dataclasses.replace(full_check(*arguments), device="cuda")
+row = torch.ones(1, 1, 4)
+calls = {
+    "warmup": lambda: warmup(spec, [1]),
+    "step": lambda: mamba2_step(
+        row, row[..., 0], -row[0, 0, :1], row, row, **vars(cache), slot_index=slots, window=2
+    ),
+    "reset": lambda: ops._late("launch_reset")(slots, cache.ring_start, cache.ring_len, -1),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except ToolchainError as error:
+        print(name, error)
+"""
+
+
+def test_a_missing_triton_is_told() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["warmup", "step", "reset"]
+    for line in lines:
+        assert "triton, which compiles the kernels for CUDA tensors, cannot be imported" in line
+        assert "install a triton that fits" in line
 
 
 def test_a_missing_c_compiler_is_told_and_other_errors_pass() -> None:
