@@ -1,13 +1,11 @@
-"""Argument checks of the ops: one full check per signature, a guard afterwards.
+"""Full checks of the ops' arguments, from metadata alone: they serve symbolic shapes too.
 
-A *signature* is all that shapes, strides, dtypes and devices say of a call. The first call with a
-signature is checked in full; later ones only pass a guard. What a launcher needs of it (spec, sizes,
-strides) stands in the :class:`Signature`, so that it is worked out once as well.
+A check of a step ends in a :class:`Signature`: what its launcher needs to know. Calls whose signature
+has been met before skip all this; see :mod:`.signatures`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,8 +21,6 @@ MAX_ROWS: Final = 65535
 
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES: Final = (torch.int32, torch.int64)
-_MAX_KEYS: Final = 4096
-_MAX_PER_KEY: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,144 +57,6 @@ class Signature:
     def effective_batch(self) -> int:
         """Rows times heads: the second half of a dispatch table's key."""
         return self.rows * self.heads
-
-
-class _PlainGuard:
-    """Stands in for torch's compiled guard where that one is missing or cannot hold."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self._expected = [self._describe(tensor) for tensor in tensors]
-
-    def check(self, *tensors: Tensor) -> bool:
-        return [self._describe(tensor) for tensor in tensors] == self._expected
-
-    @staticmethod
-    def _describe(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
-    """A predicate over as many tensors: same shapes, strides, dtypes, devices and needs of gradients."""
-    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-    try:
-        # What torch.compile guards its inputs with: one call instead of four attributes per tensor.
-        from torch._C._dynamo.guards import TensorGuards
-
-        compiled: Callable[..., bool] = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=sizes,
-            dynamic_dims_strides=strides,
-        ).check
-        # It refuses a tensor that occurs twice.
-        if compiled(*tensors):
-            return compiled
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        pass
-    return _PlainGuard(tensors).check
-
-
-class _Signatures:
-    """Signatures met before, by a short key and then by guard."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[Callable[..., bool], Signature]]] = {}
-
-    def find(self, key: Any, tensors: tuple[Tensor, ...]) -> Signature | None:
-        for check, signature in self._known.get(key, ()):
-            if check(*tensors):
-                return signature
-        return None
-
-    def add(self, key: Any, tensors: tuple[Tensor, ...], signature: Signature) -> None:
-        if len(self._known) >= _MAX_KEYS:
-            self._known.clear()
-        same_key = self._known.setdefault(key, [])
-        if len(same_key) >= _MAX_PER_KEY:
-            same_key.clear()
-        same_key.append((_guard(tensors), signature))
-
-
-_steps = _Signatures()
-_native_steps = _Signatures()
-_cursors: set[Any] = set()
-# Stand in for absent optional tensors: guards take tensors only, and each but once.
-_NO_D, _NO_Z, _NO_BIAS, _NO_OUT = (torch.empty(0) for _ in range(4))
-
-
-def step_signature(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    ring_x: Tensor,
-    ring_b: Tensor,
-    ring_decay: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    out: Tensor | None,
-    window: int,
-    dt_softplus: bool,
-) -> Signature:
-    """The signature of a replay step, checked in full the first time it is met.
-
-    Raises:
-        ArgumentError, SpecError: See :func:`.ops.mamba2_step`.
-    """
-    key = x.shape, window, dt_softplus
-    tensors = (
-        x, dt, A, B, C,
-        _NO_D if D is None else D,
-        _NO_Z if z is None else z,
-        _NO_BIAS if dt_bias is None else dt_bias,
-        state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index,
-        _NO_OUT if out is None else out,
-    )  # fmt: skip
-    signature = _steps.find(key, tensors)
-    if signature is None:
-        signature = check_step(
-            x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
-            slot_index, out, window, dt_softplus,
-        )  # fmt: skip
-        _steps.add(key, tensors, signature)
-    return signature
-
-
-def native_signature(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    slot_index: Tensor,
-    out: Tensor | None,
-    dt_softplus: bool,
-) -> Signature:
-    """As :func:`step_signature`, for a native step."""
-    key = x.shape, dt_softplus
-    tensors = (
-        x, dt, A, B, C,
-        _NO_D if D is None else D,
-        _NO_Z if z is None else z,
-        _NO_BIAS if dt_bias is None else dt_bias,
-        state, slot_index,
-        _NO_OUT if out is None else out,
-    )  # fmt: skip
-    signature = _native_steps.find(key, tensors)
-    if signature is None:
-        signature = check_native_step(x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus)
-        _native_steps.add(key, tensors, signature)
-    return signature
 
 
 def check_step(
@@ -281,44 +139,16 @@ def check_cursors(
     slot_index: Tensor,
     ring_start: Tensor,
     ring_len: Tensor,
-    accepted: Tensor | None = None,
-    window: int = 1,
-    num_tokens: int = 1,
-    capacity: int = 2,
-) -> None:
-    """Check of a cursor op, cached; ``slot_index`` is called ``slots`` where nothing is ``accepted``.
-
-    Raises:
-        ArgumentError: A tensor or number does not fit; the message says which and why.
-    """
-    key = (
-        op, window, num_tokens, capacity,
-        slot_index.shape, slot_index.stride(), slot_index.dtype, slot_index.device,
-        ring_start.shape, ring_start.stride(), ring_start.dtype, ring_start.get_device(),
-        ring_len.shape, ring_len.stride(), ring_len.dtype, ring_len.get_device(),
-        accepted if accepted is None else (
-            accepted.shape, accepted.stride(), accepted.dtype, accepted.get_device()
-        ),
-    )  # fmt: skip
-    if key in _cursors:
-        return
-    check_cursors_in_full(op, slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity)
-    if len(_cursors) >= _MAX_KEYS:
-        _cursors.clear()
-    _cursors.add(key)
-
-
-def check_cursors_in_full(
-    op: str,
-    slot_index: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
     accepted: Tensor | None,
     window: int,
     num_tokens: int,
     capacity: int,
 ) -> None:
-    """As :func:`check_cursors`, without a cache (for symbolic shapes)."""
+    """Full check of a cursor op; ``slot_index`` is called ``slots`` where nothing is ``accepted``.
+
+    Raises:
+        ArgumentError: A tensor or number does not fit; the message says which and why.
+    """
     name = "slots" if accepted is None else "slot_index"
     _rank(op, name, slot_index, ("rows",))
     _rank(op, "ring_start", ring_start, ("slots",))
@@ -338,25 +168,6 @@ def check_cursors_in_full(
             f"{op}: capacity is {capacity}, too small for window {window}: rings need window + num_tokens "
             f"= {window + num_tokens}; pass the capacity of the step's rings (ring_x.shape[2])"
         )
-
-
-def check_out(out: Tensor, x: Tensor, z: Tensor | None, signature: Signature) -> None:
-    """Refuse an ``out`` whose memory overlaps that of x or z.
-
-    Raises:
-        ArgumentError: It does.
-    """
-    end = (begin := out.data_ptr()) + signature.out_bytes
-    if begin < (pointer := x.data_ptr()) + signature.x_bytes and pointer < end:
-        raise ArgumentError(_OVERLAP.format("x"))
-    if z is not None and begin < (pointer := z.data_ptr()) + signature.z_bytes and pointer < end:
-        raise ArgumentError(_OVERLAP.format("z"))
-
-
-_OVERLAP: Final = (
-    "out overlaps the memory of {}, which other programs of the launch may still have to read; "
-    "give out memory of its own, or leave it out"
-)
 
 
 def _spec(

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import checks, reference
+from . import checks, reference, signatures
 from .dtypes import TORCH_DTYPES
 from .errors import ArgumentError, ToolchainError
 from .spec import DTYPE_BYTES, Spec
@@ -100,7 +100,7 @@ def mamba2_step(
     """
     null = -1 if null_slot is None else null_slot
     if _goes_direct(x, state):
-        signature = checks.step_signature(
+        signature = signatures.step_signature(
             x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
             slot_index, out, window, dt_softplus,
         )  # fmt: skip
@@ -109,7 +109,7 @@ def mamba2_step(
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
-            checks.check_out(out, x, z, signature)
+            signatures.check_out(out, x, z, signature)
         if not signature.rows:
             return out
         step = _launch_step if signature.device == "cuda" else _cpu_step
@@ -151,7 +151,7 @@ def mamba2_native_step(
     """
     null = -1 if null_slot is None else null_slot
     if _goes_direct(x, state):
-        signature = checks.native_signature(
+        signature = signatures.native_signature(
             x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus
         )
         if signature.requires_grad and torch.is_grad_enabled():
@@ -159,7 +159,7 @@ def mamba2_native_step(
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
-            checks.check_out(out, x, z, signature)
+            signatures.check_out(out, x, z, signature)
         if not signature.rows:
             return out
         step = _launch_native_step if signature.device == "cuda" else _cpu_native_step
@@ -204,7 +204,7 @@ def commit(
     """
     null = -1 if null_slot is None else null_slot
     if _goes_direct(accepted, ring_len):
-        checks.check_cursors(
+        signatures.check_cursors_once(
             "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
         )
     _COMMIT(accepted, ring_start, ring_len, slot_index, window, num_tokens, capacity, null)
@@ -224,7 +224,7 @@ def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int
     """
     null = -1 if null_slot is None else null_slot
     if _goes_direct(slots, ring_len):
-        checks.check_cursors("reset", slots, ring_start, ring_len)
+        signatures.check_cursors_once("reset", slots, ring_start, ring_len)
     _RESET(slots, ring_start, ring_len, null)
 
 
@@ -245,7 +245,7 @@ def drained(
     """
     null = -1 if null_slot is None else null_slot
     if _goes_direct(slots, ring_len):
-        checks.check_cursors("drained", slots, ring_start, ring_len, capacity=capacity)
+        signatures.check_cursors_once("drained", slots, ring_start, ring_len, capacity=capacity)
     _DRAINED(slots, ring_start, ring_len, capacity, null)
 
 
@@ -427,13 +427,13 @@ def _cpu_native_step(*arguments: Any) -> None:
 
 
 def _cuda_step(*arguments: Any) -> None:
-    signature = checks.step_signature(*arguments[:18])
+    signature = signatures.step_signature(*arguments[:18])
     if signature.rows:
         _launch_step(*arguments, signature)
 
 
 def _cuda_native_step(*arguments: Any) -> None:
-    signature = checks.native_signature(*arguments[:12])
+    signature = signatures.native_signature(*arguments[:12])
     if signature.rows:
         _launch_native_step(*arguments, signature)
 
@@ -456,17 +456,15 @@ def _fake_commit(
     capacity: int,
     null_slot: int,
 ) -> None:
-    checks.check_cursors_in_full(
-        "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
-    )
+    checks.check_cursors("commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity)
 
 
 def _fake_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
-    checks.check_cursors_in_full("reset", slots, ring_start, ring_len, None, 1, 1, 2)
+    checks.check_cursors("reset", slots, ring_start, ring_len, None, 1, 1, 2)
 
 
 def _fake_drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
-    checks.check_cursors_in_full("drained", slots, ring_start, ring_len, None, 1, 1, capacity)
+    checks.check_cursors("drained", slots, ring_start, ring_len, None, 1, 1, capacity)
 
 
 _INPUTS: Final = (

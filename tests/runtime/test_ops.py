@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm_tune.runtime import checks, compiled, ops
+from replayssm_tune.runtime import compiled, ops, signatures
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError, ToolchainError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Trajectory
@@ -380,14 +380,14 @@ WITHOUT_TRITON = """
 import dataclasses, sys
 sys.modules["triton"] = None
 import torch
-from replayssm_tune.runtime import Spec, ToolchainError, checks, make_cache, mamba2_step, ops, warmup
+from replayssm_tune.runtime import Spec, ToolchainError, make_cache, mamba2_step, ops, signatures, warmup
 
 spec = Spec("mamba2", "step", 4, 4, 1, 2, activation_dtype="fp32", ring_dtype="fp32")
 cache, slots = make_cache(spec, 1, 1, 1, "cpu"), torch.zeros(1, dtype=torch.int32)
 torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
 # Tensors that pass for CUDA ones up to the launch.
-full_check = checks.check_step
-checks.check_step = lambda *arguments: dataclasses.replace(full_check(*arguments), device="cuda")
+full_check = signatures.check_step
+signatures.check_step = lambda *arguments: dataclasses.replace(full_check(*arguments), device="cuda")
 row = torch.ones(1, 1, 4)
 calls = {
     "warmup": lambda: warmup(spec, [1]),
@@ -422,8 +422,8 @@ def test_a_missing_c_compiler_is_told_and_other_errors_pass() -> None:
 
 def test_signature_says_what_a_launcher_needs() -> None:
     given = arguments()
-    signature = checks.step_signature(*positional("step", given)[:18])
-    assert signature is checks.step_signature(*positional("step", given | arguments(seed=3))[:18])
+    signature = signatures.step_signature(*positional("step", given)[:18])
+    assert signature is signatures.step_signature(*positional("step", given | arguments(seed=3))[:18])
     assert signature.spec.key == "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs"
     assert (signature.rows, signature.heads, signature.effective_batch) == (ROWS, HEADS, ROWS * HEADS)
     assert signature.strides["ring_x"] == (4 * 5 * 8, 5 * 8, 8, 1)
