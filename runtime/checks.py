@@ -21,6 +21,7 @@ MAX_ROWS: Final = 65535
 
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES: Final = (torch.int32, torch.int64)
+_OPTIONAL: Final = ("D", "z", "dt_bias", "out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,10 @@ def check_step(
 ) -> Signature:
     """Full check of a replay step; see :func:`.ops.mamba2_step` for what is asked."""
     op = "mamba2_step"
+    refuse_non_tensors(
+        op, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, ring_x=ring_x, ring_b=ring_b,
+        ring_decay=ring_decay, ring_start=ring_start, ring_len=ring_len, slot_index=slot_index, out=out,
+    )  # fmt: skip
     rows, heads, head_dim, groups, state_size, slots = _sizes(op, x, B, state)
     _rank(op, "ring_x", ring_x, ("slots", "heads", "capacity", "head_dim"))
     capacity = ring_x.shape[2]
@@ -124,6 +129,9 @@ def check_native_step(
 ) -> Signature:
     """Full check of a native step; see :func:`.ops.mamba2_native_step` for what is asked."""
     op = "mamba2_native_step"
+    refuse_non_tensors(
+        op, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, slot_index=slot_index, out=out
+    )
     rows, heads, head_dim, groups, state_size, slots = _sizes(op, x, B, state)
     # Nothing of a native kernel depends on a ring's dtype; the activation dtype stands in.
     spec = _spec(
@@ -132,6 +140,27 @@ def check_native_step(
     )  # fmt: skip
     tensors = _common(op, x, dt, A, B, C, D, z, dt_bias, state, slot_index, out)
     return _signature(spec, x, rows, heads, groups, slots, 0, tensors)
+
+
+def refuse_non_tensors(op: str, **given: object) -> None:
+    """Refuse the first argument that is no tensor; optional ones may be None.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    for name, value in given.items():
+        if isinstance(value, Tensor) or (value is None and name in _OPTIONAL):
+            continue
+        kind = type(value)
+        # Stand-ins for tensors, as tracers pass them.
+        if hasattr(kind, "__torch_function__"):
+            continue
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        found = "None" if value is None else f"of type {module}{kind.__qualname__}"
+        raise ArgumentError(
+            f"{op}: {name} is {found}; expected a tensor{' or None' if name in _OPTIONAL else ''}; make it "
+            "one outside of the step, or look for arguments that changed places"
+        )
 
 
 def check_cursors(
@@ -150,6 +179,9 @@ def check_cursors(
         ArgumentError: A tensor or number does not fit; the message says which and why.
     """
     name = "slots" if accepted is None else "slot_index"
+    refuse_non_tensors(op, **{name: slot_index}, ring_start=ring_start, ring_len=ring_len)
+    if accepted is not None:
+        refuse_non_tensors(op, accepted=accepted)
     _rank(op, name, slot_index, ("rows",))
     _rank(op, "ring_start", ring_start, ("slots",))
     rows, slots = slot_index.shape[0], ring_start.shape[0]

@@ -94,7 +94,8 @@ def mamba2_step(
         ``out``.
 
     Raises:
-        ArgumentError: A tensor does not fit; the message says which, where and what to do.
+        ArgumentError: A tensor does not fit, or something is no tensor; the message says which, where
+            and what to do.
         SpecError: No kernel serves the head dim, state size, window or dtypes.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
@@ -118,6 +119,11 @@ def mamba2_step(
             slot_index, out, window, dt_softplus, null, signature,
         )  # fmt: skip
         return out
+    checks.refuse_non_tensors(
+        "mamba2_step", x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, ring_x=ring_x,
+        ring_b=ring_b, ring_decay=ring_decay, ring_start=ring_start, ring_len=ring_len, slot_index=slot_index,
+        out=out,
+    )  # fmt: skip
     if torch.is_grad_enabled():
         _refuse_grad(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, out=out)
     if out is None:
@@ -165,6 +171,10 @@ def mamba2_native_step(
         step = _launch_native_step if signature.device == "cuda" else _cpu_native_step
         step(x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus, null, signature)
         return out
+    checks.refuse_non_tensors(
+        "mamba2_native_step", x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state,
+        slot_index=slot_index, out=out,
+    )  # fmt: skip
     if torch.is_grad_enabled():
         _refuse_grad(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state, out=out)
     if out is None:
@@ -207,6 +217,10 @@ def commit(
         signatures.check_cursors_once(
             "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
         )
+    else:
+        checks.refuse_non_tensors(
+            "commit", accepted=accepted, ring_start=ring_start, ring_len=ring_len, slot_index=slot_index
+        )
     _COMMIT(accepted, ring_start, ring_len, slot_index, window, num_tokens, capacity, null)
 
 
@@ -225,6 +239,8 @@ def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int
     null = -1 if null_slot is None else null_slot
     if _goes_direct(slots, ring_len):
         signatures.check_cursors_once("reset", slots, ring_start, ring_len)
+    else:
+        checks.refuse_non_tensors("reset", slots=slots, ring_start=ring_start, ring_len=ring_len)
     _RESET(slots, ring_start, ring_len, null)
 
 
@@ -246,6 +262,8 @@ def drained(
     null = -1 if null_slot is None else null_slot
     if _goes_direct(slots, ring_len):
         signatures.check_cursors_once("drained", slots, ring_start, ring_len, capacity=capacity)
+    else:
+        checks.refuse_non_tensors("drained", slots=slots, ring_start=ring_start, ring_len=ring_len)
     _DRAINED(slots, ring_start, ring_len, capacity, null)
 
 

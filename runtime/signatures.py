@@ -27,7 +27,10 @@ class _PlainGuard:
         self._expected = [self._describe(tensor) for tensor in tensors]
 
     def check(self, *tensors: Tensor) -> bool:
-        return [self._describe(tensor) for tensor in tensors] == self._expected
+        try:
+            return [self._describe(tensor) for tensor in tensors] == self._expected
+        except AttributeError:
+            return False  # Something is no tensor: the full check says what.
 
     @staticmethod
     def _describe(tensor: Tensor) -> tuple[Any, ...]:
@@ -169,15 +172,19 @@ def check_cursors_once(
     capacity: int = 2,
 ) -> None:
     """As :func:`.checks.check_cursors`, in full the first time alone."""
-    key = (
-        op, window, num_tokens, capacity,
-        slot_index.shape, slot_index.stride(), slot_index.dtype, slot_index.device,
-        ring_start.shape, ring_start.stride(), ring_start.dtype, ring_start.get_device(),
-        ring_len.shape, ring_len.stride(), ring_len.dtype, ring_len.get_device(),
-        accepted if accepted is None else (
-            accepted.shape, accepted.stride(), accepted.dtype, accepted.get_device()
-        ),
-    )  # fmt: skip
+    try:
+        key = (
+            op, window, num_tokens, capacity,
+            slot_index.shape, slot_index.stride(), slot_index.dtype, slot_index.device,
+            ring_start.shape, ring_start.stride(), ring_start.dtype, ring_start.get_device(),
+            ring_len.shape, ring_len.stride(), ring_len.dtype, ring_len.get_device(),
+            accepted if accepted is None else (
+                accepted.shape, accepted.stride(), accepted.dtype, accepted.get_device()
+            ),
+        )  # fmt: skip
+    except AttributeError:
+        check_cursors(op, slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity)
+        raise  # Unreached: something is no tensor, as the full check says.
     if key in _cursors:
         return
     check_cursors(op, slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity)

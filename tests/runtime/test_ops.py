@@ -6,11 +6,14 @@ import copy
 import dataclasses
 import subprocess
 import sys
+from contextlib import nullcontext
 from subprocess import CalledProcessError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replayssm_tune.runtime import compiled, ops, signatures
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError, ToolchainError
@@ -313,6 +316,49 @@ def test_bad_arguments_are_told_under_compile(op: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"4 heads .* cannot be divided among 3 groups"):
         torch.compile(call, fullgraph=True, backend="aot_eager")(op, arguments(op, B=torch.zeros(3, 3, 16)))
+
+
+NO_TENSORS = [
+    (None, "None"),
+    (2.5, "of type float"),
+    (np.ones(3), r"of type numpy\.ndarray"),
+    ([1], "of type list"),
+]
+
+
+@pytest.mark.parametrize(("value", "found"), NO_TENSORS, ids=lambda value: type(value).__name__)
+def test_what_is_no_tensor_is_named(op: str, value: Any, found: str) -> None:
+    given = arguments(op, out=torch.empty(ROWS, HEADS, 8))
+    names = [name for name, known in given.items() if isinstance(known, torch.Tensor)]
+    twice = given | {"C": given["B"]}  # its guard is a plain one
+    call(op, twice)
+    for name in names:
+        if value is None and name in ("D", "z", "dt_bias", "out"):
+            continue
+        # On the direct way with either guard, and on torch's.
+        for around, mode in ((given, nullcontext()), (twice, nullcontext()), (given, FakeTensorMode())):
+            call(op, around)
+            message = rf"mamba2_{op}: {name} is {found}; expected a tensor"
+            with mode, pytest.raises(ArgumentError, match=message):
+                call(op, around | {name: value})
+
+
+@pytest.mark.parametrize(("value", "found"), NO_TENSORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["commit", "reset", "drained"])
+def test_what_is_no_tensor_is_named_by_cursor_ops(name: str, value: Any, found: str) -> None:
+    given: dict[str, Any] = {name: torch.zeros(6, dtype=torch.int32) for name in ("ring_start", "ring_len")}
+    if name == "commit":
+        given |= {"accepted": torch.ones(3, dtype=torch.int32), "slot_index": torch.arange(3), "window": 4}
+    else:
+        given["slots"] = torch.arange(3)
+    if name != "reset":
+        given["capacity"] = 5
+    function = getattr(ops, name)
+    function(**given)
+    for argument, known in given.items():
+        if isinstance(known, torch.Tensor):
+            with pytest.raises(ArgumentError, match=rf"{name}: {argument} is {found}; expected a tensor"):
+                function(**(given | {argument: value}))
 
 
 @pytest.mark.parametrize(
