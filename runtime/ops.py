@@ -20,6 +20,7 @@ GPU. A step must not be run twice on the same slots without the ``commit`` in be
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -297,10 +298,19 @@ def make_cache(
 ) -> Cache:
     """Separately allocated caches of zeros with empty rings; of capacity 0 for a native spec.
 
+    Args:
+        spec: Shapes and dtypes.
+        slots: Sequences there is room for, at least 1.
+        heads: Heads on this GPU.
+        groups: Groups on this GPU.
+        device: Where to allocate.
+        capacity: Tokens per ring, as in :func:`bytes_per_slot`.
+
     Raises:
-        ArgumentError: heads, groups and spec do not fit, or the capacity is too small.
+        ArgumentError: A size is no whole number or too small, or heads, groups and spec do not fit.
     """
-    capacity = _capacity(spec, heads, groups, capacity)
+    slots = _size("slots", slots)
+    heads, groups, capacity = _sizes(spec, heads, groups, capacity)
 
     def zeros(dtype: str, *shape: int) -> Tensor:
         return torch.zeros(slots, *shape, dtype=TORCH_DTYPES[dtype], device=device)
@@ -325,27 +335,38 @@ def bytes_per_slot(spec: Spec, heads: int, groups: int, capacity: int | None = N
         capacity: Tokens per ring; None is the least, ``window + num_tokens`` (0 for native).
 
     Raises:
-        ArgumentError: heads, groups and spec do not fit, or the capacity is too small.
+        ArgumentError: A size is no whole number or too small, or heads, groups and spec do not fit.
     """
-    capacity = _capacity(spec, heads, groups, capacity)
+    heads, groups, capacity = _sizes(spec, heads, groups, capacity)
     ring = heads * spec.head_dim + groups * spec.state_size
     return spec.state_bytes(heads) + capacity * (ring * DTYPE_BYTES[spec.ring_dtype] + heads * 4)
 
 
-def _capacity(spec: Spec, heads: int, groups: int, capacity: int | None) -> int:
-    if groups < 1 or heads != groups * spec.heads_per_group:
+def _size(name: str, value: int, least: int = 1) -> int:
+    try:
+        whole = -1 if isinstance(value, bool) else operator.index(value)  # numpy's integers too
+    except TypeError:
+        whole = -1
+    if whole < least:
+        raise ArgumentError(f"{name} is {value!r}", hint=f"pass a whole number of at least {least}")
+    return whole
+
+
+def _sizes(spec: Spec, heads: int, groups: int, capacity: int | None) -> tuple[int, int, int]:
+    """heads, groups and capacity, checked."""
+    heads, groups = _size("heads", heads), _size("groups", groups)
+    if heads != groups * spec.heads_per_group:
         raise ArgumentError(
             f"{heads} heads in {groups} groups do not fit the spec's {spec.heads_per_group} heads per group; "
             "pass the heads and groups of one GPU"
         )
-    if spec.is_native:
-        return 0
-    least = spec.window + spec.num_tokens
-    if capacity is not None and capacity < least:
+    least = 0 if spec.is_native else spec.window + spec.num_tokens
+    given = least if capacity is None else _size("capacity", capacity, 0)
+    if given < least:
         raise ArgumentError(
-            f"capacity {capacity} is too small for window {spec.window}: rings need at least {least}"
+            f"capacity {given} is too small for window {spec.window}: rings need at least {least}"
         )
-    return least if capacity is None else capacity
+    return heads, groups, 0 if spec.is_native else given
 
 
 def warmup(
