@@ -19,6 +19,9 @@ from .spec import Spec
 MAX_ROWS: Final = 65535
 """Rows of one launch: the limit of a CUDA grid's second dimension."""
 
+APART: Final = ("x", "dt", "B", "C", "z", "state", "ring_x", "ring_b", "ring_decay")
+"""Arguments that ``out`` must not overlap."""
+
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES: Final = (torch.int32, torch.int64)
 _OPTIONAL: Final = ("D", "z", "dt_bias", "out")
@@ -47,10 +50,10 @@ class Signature:
 
     requires_grad: bool
     """Some tensor requires a gradient."""
-    x_bytes: int
-    """From the first to past the last byte of x (and of a gate z)."""
-    z_bytes: int
     out_bytes: int
+    """From the first to past the last byte of ``out``; 0 where the op allocates it."""
+    apart_bytes: tuple[int, ...]
+    """The same of the tensors of :data:`APART`; 0 for absent ones."""
     launcher: Any = None
     """Set by :mod:`.launch` at the first launch: what need not be worked out again."""
 
@@ -360,9 +363,8 @@ def _signature(
         strides=strides,
         dtypes=dtypes,
         requires_grad=any(t is not None and t.requires_grad for t in tensors.values()),
-        x_bytes=_extent(x),
-        z_bytes=_extent(tensors["z"]),
         out_bytes=_extent(tensors["out"]),
+        apart_bytes=tuple(_extent(tensors.get(name.lower())) for name in APART),
     )
 
 

@@ -89,7 +89,8 @@ def mamba2_step(
         dt_bias: (heads,), fp32, bf16 or fp16.
         dt_softplus: dt (after the bias) passes through softplus.
         null_slot: Slot that marks padding besides negative ones.
-        out: (rows, heads, head_dim), activation dtype, memory of its own; None allocates it.
+        out: (rows, heads, head_dim), activation dtype, memory of its own; None allocates it. An overlap
+            with caches, x, dt, B, C or z is refused (in eager calls, from first to last byte).
 
     Returns:
         ``out``.
@@ -111,7 +112,7 @@ def mamba2_step(
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
-            signatures.check_out(out, x, z, signature)
+            signatures.check_out(out, signature, x, dt, B, C, z, state, ring_x, ring_b, ring_decay)
         if not signature.rows:
             return out
         step = _launch_step if signature.device == "cuda" else _cpu_step
@@ -166,7 +167,7 @@ def mamba2_native_step(
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
-            signatures.check_out(out, x, z, signature)
+            signatures.check_out(out, signature, x, dt, B, C, z, state)
         if not signature.rows:
             return out
         step = _launch_native_step if signature.device == "cuda" else _cpu_native_step
