@@ -1,6 +1,7 @@
 """The ops in plain torch: readable, on any device, and the ops' implementation on CPUs.
 
-Arguments are those of :mod:`.ops`, in the order of the operators' schemas, and are not checked here.
+Arguments are those of :mod:`.ops`, in the order of the operators' schemas. Checked here are the values
+of slots and cursors alone, which kernels do not look at.
 Rows are vectorised; no matrix product is used, so that no TF32 setting touches the result. Arithmetic
 is in fp32 (fp64 where the state is fp64).
 """
@@ -32,6 +33,28 @@ def live_rows(slot_index: Tensor, null_slot: int, slots: int) -> tuple[Tensor, T
     return row, slot
 
 
+def live_cursors(
+    row: Tensor, slot: Tensor, ring_start: Tensor, ring_len: Tensor, longest: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Starts and lengths, int32, of the rings of live rows.
+
+    Raises:
+        ArgumentError: A ring starts outside of its capacity or is longer than it may be. Nothing has
+            been written yet.
+    """
+    start, length = ring_start[slot], ring_len[slot]
+    bad = ((start < 0) | (start >= capacity) | (length < 0) | (length > longest)).nonzero()[:, 0]
+    if len(bad):
+        first = int(bad[0])
+        raise ArgumentError(
+            f"row {int(row[first])}: the ring of slot {int(slot[first])} has ring_start {int(start[first])} "
+            f"and ring_len {int(length[first])}, outside of 0 to {capacity - 1} and 0 to {longest}",
+            hint="reset the slot for a new sequence, and move cursors by commit and drained alone, with one "
+            "window and capacity",
+        )
+    return start, length
+
+
 def mamba2_step(
     x: Tensor,
     dt: Tensor,
@@ -55,9 +78,9 @@ def mamba2_step(
 ) -> None:
     """One replay decode step; see :func:`.ops.mamba2_step`."""
     row, slot = live_rows(slot_index, null_slot, len(state))
-    out.zero_()
-    start, length = ring_start[slot].long(), ring_len[slot].long()
     capacity = ring_x.shape[2]
+    start, length = (c.long() for c in live_cursors(row, slot, ring_start, ring_len, window, capacity))
+    out.zero_()
     work = torch.promote_types(state.dtype, torch.float32)
     heads_per_group = x.shape[1] // B.shape[1]
 
@@ -153,7 +176,7 @@ def commit(
 ) -> None:
     """Advance the cursors after a step; see :func:`.ops.commit`."""
     row, slot = live_rows(slot_index, null_slot, len(ring_len))
-    start, length = ring_start[slot], ring_len[slot]
+    start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
     kept = accepted[row].clamp(0, num_tokens).to(ring_len.dtype)
     flushed = length + num_tokens > window
     ring_start[slot] = torch.where(flushed, (start + length) % capacity, start)
@@ -169,8 +192,9 @@ def reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -
 
 def drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
     """Move past all ring tokens; see :func:`.ops.drained`."""
-    _, slot = live_rows(slots, null_slot, len(ring_len))
-    ring_start[slot] = (ring_start[slot] + ring_len[slot]) % capacity
+    row, slot = live_rows(slots, null_slot, len(ring_len))
+    start, length = live_cursors(row, slot, ring_start, ring_len, capacity, capacity)
+    ring_start[slot] = (start + length) % capacity
     ring_len[slot] = 0
 
 

@@ -452,6 +452,40 @@ def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(slot: in
     assert all(torch.equal(value, vars(cache)[name]) for name, value in vars(before).items())
 
 
+@pytest.mark.parametrize(
+    ("start", "length"), [(-1, 0), (3, 0), (0, -1), (0, 3), (2**31 - 1, 2), (0, 2**31 - 1)]
+)
+def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(start: int, length: int) -> None:
+    spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2, ring_dtype="fp32")
+    cache = ops.make_cache(spec, 4, 1, 1, "cpu")
+    cache.ring_start[2], cache.ring_len[2] = start, length
+    cache.ring_len[3] = 2  # flushes
+    inputs = [torch.ones(3, 1, 4), torch.ones(3, 1), -torch.ones(1), torch.ones(3, 1, 4), torch.ones(3, 1, 4)]
+    slots = torch.tensor([3, -1, 2])
+    cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
+    before = copy.deepcopy(cache)
+    out = torch.full((3, 1, 4), 7.0)
+    # Without a window, all that is known of a drained ring is its capacity.
+    calls = [
+        lambda: ops.mamba2_step(*inputs, **vars(cache), slot_index=slots, window=2, out=out),
+        lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
+        lambda: ops.drained(slots, **cursors, capacity=3),
+    ][: 2 if length == 3 else 3]
+    for call in calls:
+        with pytest.raises(
+            ArgumentError, match=rf"row 2: .* slot 2 has ring_start {start} and ring_len {length},"
+        ):
+            call()
+    assert (out == 7).all()
+    assert all(torch.equal(value, vars(cache)[name]) for name, value in vars(before).items())
+    # Such a slot may be padding, and a reset repairs it.
+    slots[2] = -1
+    calls[0]()
+    ops.reset(torch.tensor([2]), **cursors)
+    slots[2] = 2
+    calls[0]()
+
+
 def test_warmup_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2)
