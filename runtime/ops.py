@@ -289,6 +289,18 @@ class Cache:
         """Tokens a ring has room for."""
         return self.ring_x.shape[2]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by the names of :func:`mamba2_step`'s arguments, for ``**cache.tensors()``."""
+        # Written out: torch.compile cannot trace `vars` of an object in every supported torch.
+        return {
+            "state": self.state,
+            "ring_x": self.ring_x,
+            "ring_b": self.ring_b,
+            "ring_decay": self.ring_decay,
+            "ring_start": self.ring_start,
+            "ring_len": self.ring_len,
+        }
+
 
 def make_cache(
     spec: Spec,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import torch
 
 from replayssm_tune.codegen import catalogue
+from replayssm_tune.runtime import checks, signatures
+from replayssm_tune.runtime.abi import tensor_arguments
+from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.tuner.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +46,13 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def execute(document: Path, *infos: str) -> None:
-    """Run a document's blocks one after the other in one namespace."""
-    namespace = {"__name__": "snippet"}
+def execute(document: Path, *infos: str) -> dict[str, Any]:
+    """Run a document's blocks one after the other in one namespace, which is returned."""
+    namespace: dict[str, Any] = {"__name__": "snippet"}
     for line, body in blocks(document, *infos):
         # Blank lines in front, so that a traceback names the document's own lines.
         exec(compile("\n" * line + body, str(document), "exec"), namespace)
+    return namespace
 
 
 def with_snippets(*infos: str) -> pytest.MarkDecorator:
@@ -60,6 +65,24 @@ def test_python_snippets_run_on_a_cpu(document: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch._dynamo.reset()
     execute(document, "python")
+
+
+def test_steps_of_snippets_are_what_they_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spec passed to `warmup` names the kernel of the steps, dtypes included."""
+    met: list[checks.Signature] = []
+
+    def check(*arguments: Any) -> checks.Signature:
+        met.append(checks.check_step(*arguments))
+        return met[-1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(signatures, "_steps", signatures._Signatures())
+    monkeypatch.setattr(signatures, "check_step", check)
+    torch._dynamo.reset()
+    spec = execute(ROOT / "docs" / "runtime.md", "python")["spec"]
+    assert {signature.spec for signature in met} == {spec}
+    for tensor in tensor_arguments(spec, Structure("both")):
+        assert {signature.dtypes[tensor.name] for signature in met} == {tensor.dtype}, tensor.name
 
 
 @pytest.mark.gpu

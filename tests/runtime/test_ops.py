@@ -148,6 +148,19 @@ def test_compiled_strided_caches_keep_their_gaps(op: str) -> None:
     assert padded[..., 16:].isnan().all()
 
 
+def test_compiled_function_takes_a_cache() -> None:
+    """As documented: `vars` of a frozen dataclass cannot be traced in every torch."""
+    given = arguments()
+    cache = ops.Cache(**{field.name: given.pop(field.name) for field in dataclasses.fields(ops.Cache)})
+    assert cache.tensors() == vars(cache)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda: ops.mamba2_step(**given, **cache.tensors()), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(), call("step", arguments()))
+    assert not torch.equal(cache.ring_x, arguments()["ring_x"])
+
+
 def one_pool(given: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     """The arguments with bf16 activations, caches one after the other in one byte pool."""
     halves = ("x", "B", "C", "z", "ring_x", "ring_b")
