@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ..codegen import emit
 from ..codegen.targets import Gpu
 from ..runtime.errors import TableError
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
 from ..runtime.table import Table, load
-from .report import short
+from .report import Data, short
 from .request import Work
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-Data = dict[str, Any]
 
 
 def read(paths: Sequence[Path]) -> tuple[Table, ...]:
@@ -111,21 +105,3 @@ def _places(own: Sequence[Table], shipped: Sequence[Table]) -> list[Data]:
         for of, tables in (("user", own), ("package", shipped))
         for table in tables
     ]
-
-
-def draw_explained(data: Data, console: Console) -> None:
-    """Draw :func:`explained_info`: what each cell is served; ``*`` marks the place that serves it."""
-    for table in data["tables"]:
-        console.print(f"{table['of']}'s table for {table['gpu']}: {table['rows']} rows, {table['source']}")
-    if not data["tables"]:
-        console.print("no tables are installed")
-    for cell in data["cells"]:
-        console.print(f"{cell['spec']} at effective batch {cell['effective_batch']} on {data['gpu']}")
-        console.print(f"  serves {cell['plan_short']}: {cell['reason']}")
-        if data["whole"] or len(data["cells"]) == 1:
-            for candidate in cell["candidates"]:
-                mark = "*" if candidate["served"] else " "
-                place = f" {candidate['table']}" if candidate["table"] else ""
-                console.print(
-                    f"  {mark} {candidate['step']}{place}: {candidate['had']}; {candidate['outcome']}"
-                )

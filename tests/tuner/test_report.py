@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
-from replayssm_tune.tuner import report
+from replayssm_tune.tuner import drawing, report
 from replayssm_tune.tuner.report import Checked, Emitted, Finding, Planned
 from tests.tuner import samples
 
@@ -61,7 +61,7 @@ def test_planned_totals_and_drops_by_size():
     data = report.planned_info(planned)
     assert (data["cells"], data["points"], data["kept"]) == (4, 200, 120)
     assert [d["reason"] for d in data["specs"][0]["dropped"]] == ["same binary", "spills"]
-    text = drawn(report.draw_planned, data)
+    text = drawn(drawing.draw_planned, data)
     assert "30 same binary, 10 spills" in text
     assert "1.5 minutes" in text
     assert "groups replicated" in text
@@ -69,14 +69,14 @@ def test_planned_totals_and_drops_by_size():
 
 def test_tuned_says_everything():
     data = report.tuned_info(samples.tuned(gate_failures=("p3: state off by 1e-2",), missing=("cell@1",)))
-    text = drawn(report.draw_tuned, data)
+    text = drawn(drawing.draw_tuned, data)
     for words in ("90%", "2.10x", "1.30x", "80+255", "p3: state off", "1 cells without a row", "4.2 minutes"):
         assert words in text, words
     assert "2 rows in generated/tables/h200.json, 2 kernels" in text
 
 
 def test_dispatch_answers_share_a_line_where_they_agree():
-    text = drawn(report.draw_served, report.tuned_info(samples.tuned())["served"])
+    text = drawn(drawing.draw_served, report.tuned_info(samples.tuned())["served"])
     rows = [line.split() for line in text.splitlines() if samples.SPEC.key in line]
     assert [row[1] for row in rows] == ["96-128", "32768"]
     assert "chosen by analysis" in text
@@ -93,7 +93,7 @@ def test_a_static_row_shows_what_a_sister_measured():
     assert rows[0]["sister"]["gpu"] == "H200"
     assert rows[0]["sister"]["plan"] == samples.TWO_LAUNCHES.key
     assert rows[1]["sister"] is None
-    text = drawn(report.draw_tuned, data)
+    text = drawn(drawing.draw_tuned, data)
     assert "measured on a sister" in text
     assert "93% of the optimum" in text
 
@@ -113,7 +113,7 @@ def test_the_worst_failure_of_a_check_decides(kinds, code):
     checked = Checked({"rows": 7}, tuple(Finding(kind, "row 1", "differs") for kind in kinds))
     data = report.checked_info(checked)
     assert data["exit"] == code
-    assert ("all well" in drawn(report.draw_checked, data)) == (not kinds)
+    assert ("all well" in drawn(drawing.draw_checked, data)) == (not kinds)
 
 
 def test_what_is_only_reported_does_not_fail_a_check():
@@ -122,12 +122,12 @@ def test_what_is_only_reported_does_not_fail_a_check():
     )
     data = report.checked_info(checked)
     assert data["exit"] == "OK"
-    assert "note resources: row 1" in drawn(report.draw_checked, data)
+    assert "note resources: row 1" in drawn(drawing.draw_checked, data)
 
 
 def test_emitted():
     data = report.emitted_info(Emitted("t.json", 3, ("kernels/a.py",), 4))
-    text = drawn(report.draw_emitted, data)
+    text = drawn(drawing.draw_emitted, data)
     assert "wrote kernels/a.py" in text
     assert "3 rows in t.json; 4 files were up to date" in text
 
@@ -137,4 +137,4 @@ def test_emitted():
     [(None, "-"), (0, "0"), (3.14159, "3.14"), (273.4, "273"), (12345.6, "12346"), (0.0123, "0.0123")],
 )
 def test_numbers(value, text):
-    assert report.number(value) == text
+    assert drawing.number(value) == text

@@ -8,7 +8,7 @@ from rich.console import Console
 from replayssm_tune.codegen import targets
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.table import save
-from replayssm_tune.tuner import tables
+from replayssm_tune.tuner import drawing, tables
 from replayssm_tune.tuner.request import Work
 from tests.tuner import samples
 
@@ -50,6 +50,6 @@ def test_explanation_of_a_sister_gpu(folder):
     assert cell["plan"] == samples.TWO_LAUNCHES.key
     assert sum(candidate["served"] for candidate in cell["candidates"]) == 1
     stream = io.StringIO()
-    tables.draw_explained(data, Console(file=stream, width=200))
+    drawing.draw_explained(data, Console(file=stream, width=200))
     assert "measured on H200" in stream.getvalue()
     assert "default" in stream.getvalue()

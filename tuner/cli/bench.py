@@ -26,7 +26,7 @@ from . import options, output, pipeline
 @options.result_options
 def bench(as_json: bool, results: Path, **values: Any) -> None:
     """Time what dispatch serves beside the roof, the native kernel and the default config."""
-    from .. import progress, report
+    from .. import drawing, progress, report
 
     try:
         job = options.build_job(**values)
@@ -41,4 +41,4 @@ def bench(as_json: bool, results: Path, **values: Any) -> None:
     output.announce(job)
     with progress.progress() as notify:
         tuned = pipeline.load().bench(job, results, notify)
-    output.emit(report.tuned_info(tuned), report.draw_tuned, as_json)
+    output.emit(report.tuned_info(tuned), drawing.draw_tuned, as_json)

@@ -32,12 +32,12 @@ def check(folders: tuple[Path, ...], junit: Path | None, markdown: Path | None, 
     memory and size against those recorded, schema, coverage, and the default in its space.
     """
     from ...codegen import files
-    from .. import formats, progress, report
+    from .. import drawing, formats, progress, report
 
     with progress.progress() as notify:
         checked = pipeline.load().check(folders, notify)
     data = report.checked_info(checked)
-    output.emit(data, report.draw_checked, as_json)
+    output.emit(data, drawing.draw_checked, as_json)
     for path, text in ((junit, formats.junit), (markdown, formats.markdown)):
         if path is not None:
             files.write(path, text(data))

@@ -23,8 +23,8 @@ def generate(folder: Path | None, as_json: bool) -> None:
 
     Kernels that no table names any more are removed; files that are up to date are not touched.
     """
-    from .. import progress, report
+    from .. import drawing, progress, report
 
     with progress.progress() as notify:
         emitted = pipeline.load().generate(folder, notify)
-    output.emit(report.emitted_info(emitted), report.draw_emitted, as_json)
+    output.emit(report.emitted_info(emitted), drawing.draw_emitted, as_json)

@@ -18,10 +18,10 @@ from . import options, output, pipeline
 @options.result_options
 def plan(as_json: bool, **values: Any) -> None:
     """Show what a tune would try: cells, variants, what falls out and why, and the time it takes."""
-    from .. import progress, report
+    from .. import drawing, progress, report
 
     job = options.build_job(**values)
     output.announce(job)
     with progress.progress() as notify:
         planned = pipeline.load().plan(job, notify)
-    output.emit(report.planned_info(planned), report.draw_planned, as_json)
+    output.emit(report.planned_info(planned), drawing.draw_planned, as_json)

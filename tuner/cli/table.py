@@ -28,14 +28,14 @@ def table(context: click.Context) -> None:
 def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
     """Show the rows of tables; no TABLE means the user's and the installed ones."""
     from ...codegen import targets
-    from .. import report
+    from .. import drawing, report
     from .. import tables as reader
 
     found = reader.read(tables) if tables else reader.installed()
     if gpu is not None:
         found = reader.for_gpu(found, targets.find(gpu))
     data = {"tables": [report.table_info(t) for t in found]}
-    output.emit(data, report.draw_tables, as_json)
+    output.emit(data, drawing.draw_tables, as_json)
 
 
 @table.command()
@@ -48,9 +48,10 @@ def explain(tables: tuple[Path, ...], gpu: str | None, as_json: bool, **values: 
 
     With --batch, every place that was looked in is shown: what it had, and why it was passed over.
     """
+    from .. import drawing
     from .. import tables as reader
 
     target = request.resolve_target(gpu, static=True)
     work, _ = options.resolve_workload(target.gpu, **values)
     data = reader.explained_info(tables, work, target.gpu, whole=bool(values["batch"]))
-    output.emit(data, reader.draw_explained, as_json)
+    output.emit(data, drawing.draw_explained, as_json)

@@ -31,14 +31,14 @@ def tune(as_json: bool, results: Path | None, **values: Any) -> int:
     Without the GPU the table is static: compiled, analysed and ranked, not timed. An interrupted
     run loses nothing that was measured; the same command resumes.
     """
-    from .. import progress, report
+    from .. import drawing, progress, report
 
     job = options.build_job(**values)
     output.announce(job)
     with progress.progress() as notify:
         tuned = pipeline.load().tune(job, notify, results)
     data = report.tuned_info(tuned)
-    output.emit(data, report.draw_tuned, as_json)
+    output.emit(data, drawing.draw_tuned, as_json)
     if tuned.missing:
         click.echo(
             f"error: {len(tuned.missing)} cells have no row\n"
