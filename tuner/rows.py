@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Final
 
 from ..codegen.compile import Compiled
 from ..codegen.emit import digest_of
@@ -12,6 +12,10 @@ from ..runtime.spec import Spec
 from ..runtime.table import Row
 from .choose import Verdict
 from .measured import CellResult
+from .rounding import known, significant
+
+DIGITS: Final = 5
+"""Significant digits of a row's times."""
 
 Binaries = Callable[[Variant], Compiled]
 """What the compiler made of a variant."""
@@ -72,22 +76,17 @@ def _row(
         source="measured",
         module_digests=tuple(digest_of(spec, v.structure) for v in plan.variants),
         binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
-        time_us=_digits(verdict.time_us),
-        native_time_us=_digits(result.native.time_us),
-        default_time_us=_digits(verdict.default_time_us),
-        roof_time_us=_digits(roof_us),
-        noise_floor=_digits(verdict.noise_floor),
-        nonflush_time_us=_digits(nonflush_us),
-        flush_time_us=_digits(flush_us),
-        nonflush_roof_us=None if nonflush_us is None else _digits(result.read_us),
-        flush_roof_us=_digits(result.scale_us),
-        samples_us=tuple(float(f"{sample:.5g}") for sample in verdict.samples_us),
+        time_us=known(verdict.time_us, DIGITS),
+        native_time_us=known(result.native.time_us, DIGITS),
+        default_time_us=known(verdict.default_time_us, DIGITS),
+        roof_time_us=known(roof_us, DIGITS),
+        noise_floor=known(verdict.noise_floor, DIGITS),
+        nonflush_time_us=known(nonflush_us, DIGITS),
+        flush_time_us=known(flush_us, DIGITS),
+        nonflush_roof_us=None if nonflush_us is None else known(result.read_us, DIGITS),
+        flush_roof_us=known(result.scale_us, DIGITS),
+        samples_us=tuple(significant(sample, DIGITS) for sample in verdict.samples_us),
         verdict=verdict.reason,
         origin="",
         numerics=plan.numerics,
     )
-
-
-def _digits(value: float | None) -> float | None:
-    """Five significant digits: more are noise, and make tables hard to compare."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

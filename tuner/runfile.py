@@ -9,13 +9,17 @@ import platform
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..codegen.files import write
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
 from .records import Environment
 from .request import Budget
+from .rounding import significant
+
+DIGITS: Final = 6
+"""Significant digits of all figures."""
 
 
 def today() -> str:
@@ -103,7 +107,7 @@ def write_run(folder: Path, data: dict[str, Any]) -> Path:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return significant(value, DIGITS)
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

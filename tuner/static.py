@@ -27,6 +27,7 @@ from .interpreted import InterpretedGate
 from .progress import Event, Report
 from .report import Dropped, SpecPlan, dropped_by_reason
 from .request import Job, Work
+from .rounding import known, significant
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ MAX_VARIANTS: Final = 400
 """Points that a static tune compiles at most, over all specs: five minutes on two cores."""
 
 COMPILE_TIMEOUT_S: Final = 120.0
+DIGITS: Final = 4
+"""Significant digits of a row's estimates."""
 TIE: Final = 0.02
 """Estimates closer than this are equal: then the neighbouring batch's choice stays."""
 
@@ -304,9 +307,9 @@ def _rows(
                 source="static",
                 module_digests=(digest_of(spec, winner.structure),),
                 binaries=((by_variant[winner].binary(version),),),
-                time_us=_digits(times[winner]),
+                time_us=significant(times[winner], DIGITS),
                 native_time_us=None,
-                default_time_us=None if default_us is None else _digits(default_us),
+                default_time_us=known(default_us, DIGITS),
                 roof_time_us=None,
                 noise_floor=None,
                 nonflush_time_us=None,
@@ -328,7 +331,3 @@ def _with_native_times(rows: Sequence[Row]) -> list[Row]:
         dataclasses.replace(row, native_time_us=native.get((row.spec.native, row.effective_batch)))
         for row in rows
     ]
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -1,0 +1,38 @@
+"""Figures of tables and run files: rounded in one place, each file to digits of its own."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks.summary import load_runs
+from replayssm_tune.runtime.lookup import shipped_tables
+from replayssm_tune.tuner import rounding, rows, runfile, static
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "rounded"),
+    [(123456.0, 4, 123500.0), (0.000123456, 5, 0.00012346), (2.0, 6, 2.0), (0.0, 4, 0.0), (-1.25, 2, -1.2)],
+)
+def test_significant_digits(value, digits, rounded):
+    assert rounding.significant(value, digits) == rounding.known(value, digits) == rounded
+
+
+def test_what_is_missing_or_not_finite():
+    assert [rounding.known(value, 4) for value in (None, math.inf, math.nan)] == [None] * 3
+    assert rounding.significant(math.inf, 4) == math.inf
+
+
+def test_rounding_again_changes_no_shipped_table():
+    for table in shipped_tables(strict=True):
+        for row in table.rows:
+            digits = static.DIGITS if row.source == "static" else rows.DIGITS
+            for value in (row.time_us, row.native_time_us, row.default_time_us, row.flush_time_us):
+                assert rounding.known(value, digits) == value
+
+
+def test_a_run_file_reads_back_as_it_was_recorded(tmp_path):
+    for name, run in load_runs():
+        if run["what"] == "tune":
+            path = runfile.write_run(tmp_path, run)
+            assert json.loads(path.read_text(encoding="utf-8")) == run, name
