@@ -206,16 +206,24 @@ def find(name: str) -> Gpu:
     """The GPU called ``name``; case, spaces and the vendor's name do not matter.
 
     Raises:
-        GpuError: No GPU of that name; the message proposes the nearest ones.
+        GpuError: No GPU of that name; the message names the known ones, and first what is nearly that name.
     """
     known = _by_name()
     gpu = known.get(_plain(name))
     if gpu is not None:
         return gpu
-    close = difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.5)
-    names = list(dict.fromkeys(known[match].name for match in close))
-    advice = f"did you mean {' or '.join(names)}? Known are" if names else "choose one of"
-    raise GpuError(f"GPU '{name}' is not known", hint=f"{advice} {', '.join(gpu.name for gpu in GPUS)}")
+    # A digit more or less, or words in another order, is a slip; names that only share digits are
+    # other products.
+    close = [known[match] for match in difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.8)]
+    words = sorted(_words(name))
+    close += [gpu for gpu in GPUS if words in [sorted(_words(other)) for other in (gpu.name, *gpu.aliases)]]
+    names = list(dict.fromkeys(gpu.name for gpu in close))
+    guess = f"did you mean {' or '.join(names)}? Known" if names else "known"
+    vendors = " and ".join(dict.fromkeys(gpu.vendor.upper() for gpu in GPUS))
+    raise GpuError(
+        f"GPU '{name}' is not known",
+        hint=f"{guess} are {vendors} GPUs only: {', '.join(gpu.name for gpu in GPUS)}",
+    )
 
 
 def match_device(capability: tuple[int, int], sm_count: int, name: str, vendor: str = "nvidia") -> Gpu | None:

@@ -49,15 +49,28 @@ def test_shared_memory_by_capability():
     assert kib[8, 9] == kib[12, 0] == (100, 99)
 
 
-@pytest.mark.parametrize(("name", "proposed"), [("H1000", "H100 SXM"), ("RTX 6000 PRO", "RTX PRO 6000")])
+@pytest.mark.parametrize(
+    ("name", "proposed"),
+    [("H1000", "H100 SXM"), ("H10", "H100"), ("H100 SMX", "H100 SXM"), ("RTX 6000 PRO", "RTX PRO 6000")],
+)
 def test_an_unknown_name_gets_a_proposal(name, proposed):
     with pytest.raises(GpuError, match=f"GPU '{name}' is not known; did you mean .*{proposed}"):
         find(name)
 
 
-def test_a_hopeless_name_gets_the_list():
-    with pytest.raises(ReplayError, match=r"'xyzzy' is not known; choose one of A100 SXM 80GB, .*B300"):
-        find("xyzzy")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "xyzzy", "MI300X", "AMD Instinct MI325X", "MI200", "gfx942", "Radeon PRO W7900", "Gaudi 3",
+        "Arc B580", "Intel Max 1100", "BR100", "V100", "T4", "",
+    ],
+)  # fmt: skip
+def test_names_that_are_no_slip_get_the_list_and_no_guess(name):
+    with pytest.raises(ReplayError) as error:
+        find(name)
+    assert error.value.what == f"GPU '{name}' is not known"
+    assert error.value.hint.startswith("known are NVIDIA GPUs only: A100 SXM 80GB, ")
+    assert all(gpu.name in error.value.hint for gpu in GPUS)
 
 
 @pytest.mark.parametrize(
