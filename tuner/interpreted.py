@@ -2,11 +2,13 @@
 
 The interpreter changes every kernel of its process and must be chosen before triton is imported, so
 the check has a process of its own: ``python -m replayssm_tune.tuner.interpreted`` reads pairs of spec
-and structure keys from one JSON file and writes the reasons of those that fail to another.
+and structure keys from one JSON file and writes to another, line by line as it checks them, why each
+fails, or "".
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +30,9 @@ from ..runtime.spec import Spec
 
 TIMEOUT_S: Final = 300.0
 """Wall time of the whole check; a structure takes a second or two."""
+
+_LOOK_S: Final = 0.25
+"""Pause between two looks at what has been answered."""
 
 
 def small_spec(spec: Spec) -> Spec:
@@ -87,15 +93,15 @@ class InterpretedGate:
         self._process: subprocess.Popen[bytes] | None = None
         modules.parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="interpreted-", dir=modules.parent)
-        names = ("request.json", "answer.json", "errors.txt")
-        self._request, self._answer, self._errors = (Path(self._folder.name) / name for name in names)
+        names = ("request.json", "answers.jsonl", "errors.txt")
+        self._request, self._answers, self._errors = (Path(self._folder.name) / name for name in names)
 
     def __enter__(self) -> InterpretedGate:
         request = {"modules": str(self._modules), "cases": sorted(set(self._cases.values()))}
         self._request.write_text(json.dumps(request), encoding="utf-8")
         with open(self._errors, "w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.interpreted", self._request, self._answer],
+                [sys.executable, "-m", f"{__package__}.interpreted", self._request, self._answers],
                 stdin=subprocess.PIPE,  # ends when this process does, see _end_with_caller
                 stdout=errors,
                 stderr=errors,
@@ -113,35 +119,64 @@ class InterpretedGate:
                 self._process.stdin.close()
         self._folder.cleanup()
 
-    def failures(self) -> Mapping[tuple[Spec, Structure], str]:
+    def failures(
+        self, told: Callable[[int], None] = lambda done: None
+    ) -> Mapping[tuple[Spec, Structure], str]:
         """Reasons of the pairs that are numerically wrong; waits for the process.
+
+        Args:
+            told: Told of how many pairs are checked, at once and whenever there are more.
 
         Raises:
             ToolchainError: The interpreter died or took too long.
         """
-        assert self._process is not None
-        try:
-            code = self._process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise ToolchainError(
-                f"checking numerics in Triton's interpreter took more than {TIMEOUT_S:g} s",
-                hint="run it on a machine that is less busy",
-            ) from error
+        code = self._wait(told)
         if code:
             last = self._errors.read_text(encoding="utf-8").strip().splitlines()[-1:] or ["no message"]
             raise ToolchainError(
                 f"Triton's interpreter ended with code {code}: {last[0]}",
                 hint="the versions of triton and numpy must fit each other",
             )
-        try:
-            answers = json.loads(self._answer.read_text(encoding="utf-8"))
-        except OSError as error:
+        reasons = self._answered()
+        lost = sum(case not in reasons for case in self._cases.values())
+        if lost:
             raise ToolchainError(
-                f"the answer of Triton's interpreter is gone: {error}",
+                f"the answer of Triton's interpreter is gone for {lost} of {len(self._cases)} structures",
+                where=str(self._answers),
                 hint="run the same command again; what was compiled is kept",
-            ) from error
-        reasons = {(spec, structure): reason for spec, structure, reason in answers}
-        return {pair: reasons[case] for pair, case in self._cases.items() if reasons.get(case)}
+            )
+        return {pair: reasons[case] for pair, case in self._cases.items() if reasons[case]}
+
+    def _wait(self, told: Callable[[int], None]) -> int:
+        """Exit code of the process, telling of what it has checked meanwhile."""
+        assert self._process is not None
+        deadline_s = time.monotonic() + TIMEOUT_S
+        before = -1
+        while True:
+            code = self._process.poll()
+            answered = self._answered()
+            done = sum(case in answered for case in self._cases.values())
+            if done != before:
+                told(done)
+                before = done
+            if code is not None:
+                return code
+            if time.monotonic() >= deadline_s:
+                raise ToolchainError(
+                    f"checking numerics in Triton's interpreter took more than {TIMEOUT_S:g} s",
+                    hint="run it on a machine that is less busy",
+                )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_S)
+
+    def _answered(self) -> dict[tuple[str, str], str]:
+        """Reasons of the cases that are checked so far, "" where there is none to complain of."""
+        try:
+            text = self._answers.read_text(encoding="utf-8")
+        except OSError:
+            return {}  # not begun, or lost, which shows at the end
+        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+        return {(spec, structure): reason for spec, structure, reason in map(json.loads, whole.splitlines())}
 
 
 def _path() -> str:
@@ -176,11 +211,11 @@ def _main() -> None:
     torch.set_num_threads(1)  # threads cost more than these sizes gain
     asked, answered = map(Path, sys.argv[1:])
     request = json.loads(asked.read_text(encoding="utf-8"))
-    answers = []
-    for spec_key, structure_key in request["cases"]:
-        spec, structure = Spec.parse(spec_key), Structure(*structure_key.split("."))
-        answers.append((spec_key, structure_key, check_case(spec, structure, Path(request["modules"]))))
-    answered.write_text(json.dumps(answers), encoding="utf-8")
+    with answered.open("w", encoding="utf-8") as answers:
+        for spec_key, structure_key in request["cases"]:
+            spec, structure = Spec.parse(spec_key), Structure(*structure_key.split("."))
+            reason = check_case(spec, structure, Path(request["modules"]))
+            print(json.dumps((spec_key, structure_key, reason)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

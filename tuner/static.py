@@ -224,9 +224,9 @@ def static_tune(
         for done, result in enumerate(pool.run(jobs), 1):
             results[result.spec, result.variant] = result
             report(Event("compile", done, len(jobs), f"{len(chosen)} specs"))
-        report(Event("numerics", 0, len(structures), "in Triton's interpreter"))
-        wrong = gate.failures()
-        report(Event("numerics", len(structures), len(structures)))
+        wrong = gate.failures(
+            lambda done: report(Event("numerics", done, len(structures), "in Triton's interpreter"))
+        )
     plans: list[SpecPlan] = []
     rows: list[Row] = []
     for spec, variants in chosen.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import subprocess
 import sys
 
 import optuna
@@ -14,6 +16,7 @@ from replayssm_tune.codegen import targets
 from replayssm_tune.codegen.compile import Compiled, KernelBinary
 from replayssm_tune.codegen.space import legal_structures, points
 from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.errors import ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import Table, Toolchain, dumps, loads
@@ -200,6 +203,47 @@ def test_the_interpreter_ends_with_its_caller(tmp_path):
         assert process.wait(60) == 1
 
 
+class SlowInterpreter:
+    """Stands in for the interpreter's process: answers one case whenever it is waited for."""
+
+    def __init__(self, answers, cases):
+        self.answers, self.left, self.stdin = answers, list(cases), None
+
+    def poll(self):
+        return None if self.left else 0
+
+    def wait(self, timeout_s=None):
+        if self.left:
+            with self.answers.open("a", encoding="utf-8") as answers:
+                answers.write(json.dumps((*self.left.pop(0), "")) + "\n")
+            raise subprocess.TimeoutExpired("interpreter", timeout_s or 0)
+
+
+def test_progress_moves_as_structures_are_checked(tmp_path):
+    structures = [Structure("both", load="early"), Structure("both"), Structure("native")]
+    wide = dataclasses.replace(SPEC, head_dim=128)  # comes down to the same small case
+    pairs = [(SPEC, structures[0]), (wide, structures[0]), (SPEC, structures[1])]
+    pairs.append((SPEC.native, structures[2]))
+    gate = InterpretedGate(pairs, tmp_path / "modules")
+    cases = dict.fromkeys(gate._cases.values())
+    gate._process = SlowInterpreter(gate._answers, cases)  # type: ignore[assignment]
+    told: list[int] = []
+    assert gate.failures(told.append) == {}
+    assert told == [0, 2, 3, 4]
+    gate.__exit__()
+
+
+def test_half_an_answer_is_none(tmp_path):
+    gate = InterpretedGate([(SPEC, Structure("both"))], tmp_path / "modules")
+    gate._process = SlowInterpreter(gate._answers, [])  # type: ignore[assignment]
+    for text in (None, '["mamba2'):
+        if text is not None:
+            gate._answers.write_text(text, encoding="utf-8")
+        with pytest.raises(ToolchainError, match="gone for 1 of 1 structures"):
+            gate.failures()
+    gate.__exit__()
+
+
 # ---- a whole static tune ----
 
 
@@ -227,6 +271,9 @@ def test_a_small_static_tune_serves_every_cell(tmp_path):
         assert row.binaries[0][0].registers > 0
     assert [e.done for e in events if e.phase == "compile"] == list(range(1, 1 + events[0].total))
     assert events[0].total <= 12
+    checked = [e for e in events if e.phase == "numerics"]
+    assert [e.done for e in checked] == sorted({e.done for e in checked})
+    assert checked[-1].done == checked[-1].total > 0
     assert all(plan.kept >= 1 for plan in result.specs)
     table = Table(H200.info, Toolchain("3.9.0", "", ""), "static", "0.1.0", "2026-11-30", result.rows)
     assert loads(dumps(table)) == table
