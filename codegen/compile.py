@@ -32,6 +32,7 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Binary
 from .cache import rendered
+from .files import emit_error
 from .targets import Gpu, Limits, triton_target
 
 if TYPE_CHECKING:
@@ -331,6 +332,7 @@ class CompilePool:
         self._timeout_s = timeout_s
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def modules(self) -> Path:
@@ -349,11 +351,14 @@ class CompilePool:
         self.close()
 
     def close(self) -> None:
-        """End all workers now, busy or not."""
+        """End all workers now, busy or not, and remove the temporary files they leave."""
         for worker in (*self._idle, *self._busy):
             worker.kill()
         self._idle.clear()
         self._busy.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Compiled]:
         """Compile all jobs; results come as they are ready, in no order.
@@ -363,7 +368,7 @@ class CompilePool:
 
         Raises:
             ToolchainError: The toolchain does not work, or the cache cannot be written.
-            EmitError: A module cannot be written.
+            EmitError: A module, or a temporary file, cannot be written.
         """
         source = iter(jobs)
         busy = self._busy
@@ -398,17 +403,30 @@ class CompilePool:
             if worker.alive:
                 return worker
             worker.kill()
-        return _Worker(self.gpu, self.modules, self.triton_cache, self._timeout_s)
+        return _Worker(self.gpu, self.modules, self.triton_cache, self._scratch_folder(), self._timeout_s)
+
+    def _scratch_folder(self) -> str:
+        """Where workers put temporary files: one that is killed cannot remove the compiler's."""
+        if self._scratch is None:
+            try:
+                self.cache_dir.mkdir(parents=True, exist_ok=True)
+                # A killed assembler may write its last while the folder goes.
+                self._scratch = tempfile.TemporaryDirectory(
+                    prefix="compile-", dir=self.cache_dir, ignore_cleanup_errors=True
+                )
+            except OSError as error:
+                raise emit_error(self.cache_dir, error) from error
+        return self._scratch.name
 
 
 class _Worker:
     """One process and the pipe to it. A job's time does not include the process's start."""
 
-    def __init__(self, gpu: Gpu, modules: Path, triton_cache: Path, timeout_s: float) -> None:
+    def __init__(self, gpu: Gpu, modules: Path, triton_cache: Path, scratch: str, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, gpu, modules, triton_cache), name="compile", daemon=True
+            target=_serve, args=(theirs, gpu, modules, triton_cache, scratch), name="compile", daemon=True
         )
         self._process.start()
         theirs.close()
@@ -472,9 +490,10 @@ class _Worker:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path) -> None:
+def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path, scratch: str) -> None:
     """Body of a worker: jobs until the pipe closes, which it also does if the caller dies."""
     os.setpgid(0, 0)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch  # the assembler's, and Python's
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
     # One job is one core's work; what torch and the assembler could add is the pool's to decide.
     os.environ["OMP_NUM_THREADS"] = "1"

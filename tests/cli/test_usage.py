@@ -208,6 +208,35 @@ def test_an_interruption_ends_with_its_code(number):
     assert "error: interrupted" in ended.stderr
 
 
+def test_a_check_that_is_terminated_leaves_no_temporary_files(tmp_path):
+    """``timeout`` sends the signal twice: here when the pool is at work, and when the folder is removed."""
+    program = (
+        "import os, shutil, signal, time\n"
+        "from replayssm_tune.codegen.compile import CompilePool\n"
+        "from replayssm_tune.tuner.cli import main\n"
+        "remove = shutil.rmtree\n"
+        "def terminate():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "def work(pool, jobs):\n"
+        "    (pool.cache_dir / 'file').touch()\n"
+        "    terminate()\n"
+        "    time.sleep(30)\n"
+        "def removed(*arguments, **options):\n"
+        "    terminate()\n"
+        "    remove(*arguments, **options)\n"
+        "CompilePool.run, shutil.rmtree = work, removed\n"
+        "main(['check'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, env={**environment, "TMPDIR": str(tmp_path)}, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 130, ended.stderr
+    assert "error: interrupted" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("library", ["triton", "torch"])
 @pytest.mark.parametrize("kind", ["ImportError", "ModuleNotFoundError"])
 def test_a_missing_or_broken_library_is_of_the_toolchain(tmp_path, library, kind):

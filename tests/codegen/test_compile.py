@@ -132,6 +132,25 @@ def test_a_time_out_is_a_result_and_leaves_no_process(tmp_path):
     assert "more than 0.02 s" in result.reason
 
 
+def test_a_killed_worker_leaves_no_temporary_files(tmp_path, monkeypatch):
+    cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assembler = tmp_path / "ptxas"
+    version = f"[ $1 = --version ] && exec {compile_module._tool('ptxas')} --version"
+    assembler.write_text(f"#!/bin/sh\n{version}\nmktemp && sleep 100\n")
+    assembler.chmod(0o755)
+    for name in ("PTXAS", "PTXAS_BLACKWELL"):  # which one is taken depends on triton's version
+        monkeypatch.setenv(f"TRITON_{name}_PATH", str(assembler))
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    with CompilePool(H200, 1, 8.0, cache) as pool:
+        (result,) = pool.run([SAMPLE[1]])
+        assert result.status == "timeout"
+        (scratch,) = cache.glob("compile-*")
+        assert any(scratch.iterdir())
+    assert not scratch.exists()
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_a_crash_is_a_result_and_the_next_job_gets_a_new_process(cache_dir):
     jobs = [SAMPLE[1], SAMPLE[2], SAMPLE[3]]
     with CompilePool(H200, 1, 120.0, cache_dir) as pool:

@@ -52,7 +52,8 @@ MEANING: Final = {
     ExitCode.STORE: "the store or the output cannot be used: of another GPU, read-only, or a full disk",
     ExitCode.TABLE: "a dispatch table that cannot be read, or a look-up that found nothing",
     ExitCode.TOOLCHAIN: "triton, torch or the C compiler is missing or failed",
-    ExitCode.INTERRUPTED: "interrupted; what was measured is kept, and the same command resumes",
+    ExitCode.INTERRUPTED: "interrupted, by Ctrl-C or SIGTERM; what was measured is kept, "
+    "and the same command resumes",
 }
 """One line per code, shown in the documentation."""
 

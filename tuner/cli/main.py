@@ -8,7 +8,10 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from types import FrameType
+from typing import Final
 
 import click
 
@@ -21,6 +24,9 @@ from .output import show_error
 from .plan import plan
 from .table import table
 from .tune import tune
+
+CLEAN_UP_S: Final = 10.0
+"""How long a run that was told to end may take to put things away; far longer than it does."""
 
 _OWN_OPTIONS = ("--help", "-h", "--version")
 
@@ -82,14 +88,30 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+class _Terminated:
+    """Handler of SIGTERM, with which batch systems and containers end a run: it ends as by Ctrl-C.
+
+    The signal often comes twice (``timeout`` sends it to a process and to its group). The second one
+    must not end the clean-up that the first one has begun.
+    """
+
+    def __init__(self) -> None:
+        self._last_s = float("-inf")
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s > CLEAN_UP_S:
+            self._last_s = now_s
+            raise KeyboardInterrupt
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with a documented code; never returns."""
     words = list(sys.argv[1:] if args is None else args)
     _prepare_streams()
     try:
         with contextlib.suppress(ValueError):  # not the main thread
-            # Batch systems and containers end a run so: it ends as by Ctrl-C, without leaving processes.
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, _Terminated())
         result = cli.main(words, prog_name="replayssm-tune", standalone_mode=False)
         code = int(result) if isinstance(result, int) else int(ExitCode.OK)
     except SystemExit:
