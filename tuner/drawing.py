@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from .report import FINDING_EXITS, Data
 
@@ -36,52 +36,102 @@ def _grid(title: str, columns: Sequence[str], text_columns: Sequence[str] = ()) 
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as Grid
 
-    grid = Grid(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    grid = Grid(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         grid.add_column(column, justify="left" if column in text_columns else "right", overflow="fold")
     return grid
 
 
-def draw_table(data: Data, console: Console) -> None:
-    """Draw :func:`.report.table_info`: one grid per spec, a row per effective batch."""
+def draw_tables(data: Data, console: Console) -> None:
+    """Draw several tables, one after the other; columns that a terminal is too narrow for are named."""
+    left_out = [name for table in data["tables"] for name in _draw_table(table, console)]
+    _tell_left_out(left_out, console)
+    if not data["tables"]:
+        console.print("no tables are installed")
+
+
+def _draw_table(data: Data, console: Console) -> list[str]:
+    """Draw :func:`.report.table_info`, a grid per spec and a row per batch; the columns left out."""
     major, minor = data["capability"]
     console.print(
         f"{data['gpu']} (sm_{major}{minor}, {data['sm_count']} SMs), {data['source']}, {data['date']}, "
         f"triton {data['toolchain']['triton']}"
     )
-    for group in data["specs"]:
-        _draw_rows(group["spec"], group["rows"], console)
+    groups = {group["spec"]: [_cells(row) for row in group["rows"]] for group in data["specs"]}
+    rows = [cells for group in groups.values() for cells in group]
+    columns, left_out = _fitting(rows, console)
+    for spec, group in groups.items():
+        console.print(spec, style="italic")  # as the grid's title it would be broken to the grid's width
+        console.print(_row_grid(columns, group))
+    return left_out
 
 
-def draw_tables(data: Data, console: Console) -> None:
-    """Draw several tables, one after the other."""
-    for table in data["tables"]:
-        draw_table(table, console)
-    if not data["tables"]:
-        console.print("no tables are installed")
+def _cells(row: Data) -> dict[str, str]:
+    """A row's texts by column."""
+    sister = row.get("sister")
+    return {
+        "batch": str(row["effective_batch"]),
+        "plan": row["plan_short"],
+        "µs": ("~" if row["source"] == "static" and row["time_us"] else "") + number(row["time_us"]),
+        "of roof": _share(row["roof_share"]),
+        "vs native": _times(row["vs_native"]),
+        "vs default": _times(row["vs_default"]),
+        "regs": "+".join(map(str, row["registers"])) or "-",
+        "spills": "+".join(map(str, row["spills_bytes"])) or "-",
+        "source": f"{row['source']} ({row['origin']})" if row["origin"] else row["source"],
+        _SISTER: f"{sister['gpu']}: {sister['plan_short']}" if sister else "-",
+    }
 
 
-def _draw_rows(title: str, rows: Sequence[Data], console: Console) -> None:
-    columns = ["batch", "plan", "µs", "of roof", "vs native", "vs default", "regs", "spills", "source"]
-    sisters = any(row.get("sister") for row in rows)
-    grid = _grid(title, [*columns, "measured on a sister"] if sisters else columns, ("plan", "source"))
+_SISTER: Final = "measured on a sister"
+_LEAST_FIRST: Final = ("spills", "regs", "source", "of roof", _SISTER, "vs default")
+"""Columns that a narrow terminal can do without, the least telling first."""
+
+
+def _fitting(rows: Sequence[dict[str, str]], console: Console) -> tuple[list[str], list[str]]:
+    """The columns that ``rows`` have room for, and those left out.
+
+    Where it gives room, plans of two kernels become two lines in ``rows``.
+    """
+    columns = list(rows[0]) if rows else []
+    empty = [name for name in columns if all(row[name] == "-" for row in rows)]
+    if _SISTER in empty:
+        columns.remove(_SISTER)  # nobody was asked
+    left_out: list[str] = []
+    # A column without a figure goes before any that has some.
+    candidates = sorted(
+        (name for name in _LEAST_FIRST if name in columns), key=lambda name: name not in empty
+    )
+    while _width(_row_grid(columns, rows), console) > console.width:
+        if any(" + " in row["plan"] for row in rows):
+            for row in rows:
+                row["plan"] = row["plan"].replace(" + ", " +\n")
+        elif candidates:
+            left_out.append(candidates.pop(0))
+            columns.remove(left_out[-1])
+        else:
+            break
+    return columns, left_out
+
+
+def _row_grid(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Grid:
+    grid = _grid("", columns, ("plan", "source", _SISTER))
     for row in rows:
-        cells = [
-            str(row["effective_batch"]),
-            row["plan_short"],
-            ("~" if row["source"] == "static" and row["time_us"] else "") + number(row["time_us"]),
-            _share(row["roof_share"]),
-            _times(row["vs_native"]),
-            _times(row["vs_default"]),
-            "+".join(map(str, row["registers"])) or "-",
-            "+".join(map(str, row["spills_bytes"])) or "-",
-            f"{row['source']} ({row['origin']})" if row["origin"] else row["source"],
-        ]
-        if sisters:
-            sister = row.get("sister")
-            cells.append(f"{sister['gpu']}: {sister['plan_short']}" if sister else "-")
-        grid.add_row(*cells)
-    console.print(grid)
+        grid.add_row(*(row[name] for name in columns))
+    return grid
+
+
+def _width(grid: Grid, console: Console) -> int:
+    """Characters that a grid takes where it breaks no cell."""
+    from rich.measure import Measurement
+
+    return Measurement.get(console, console.options.update(width=10_000), grid).maximum
+
+
+def _tell_left_out(columns: Iterable[str], console: Console) -> None:
+    names = ", ".join(dict.fromkeys(columns))
+    if names:
+        console.print(f"left out at this width: {names} (a wider terminal or --json shows them)")
 
 
 def _draw_tried(tried: Sequence[Data], console: Console) -> None:
@@ -130,7 +180,7 @@ def draw_tuned(data: Data, console: Console) -> None:
     """Draw :func:`.report.tuned_info`: what fell out, the rows, what dispatch serves, where everything is."""
     if data["tried"]:
         _draw_tried(data["tried"], console)
-    draw_table(data["table"], console)
+    _tell_left_out(_draw_table(data["table"], console), console)
     if data["served"]:
         draw_served(data["served"], console)
     if data["static_share"]:
