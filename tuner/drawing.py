@@ -227,18 +227,48 @@ def draw_checked(data: Data, console: Console) -> None:
 
 
 def draw_explained(data: Data, console: Console) -> None:
-    """Draw :func:`.tables.explained_info`: what each cell is served; ``*`` marks the place that serves it."""
+    """Draw :func:`.tables.explained_info`: a line per cell, or each with the places that were looked in."""
     for table in data["tables"]:
         console.print(f"{table['of']}'s table for {table['gpu']}: {table['rows']} rows, {table['source']}")
     if not data["tables"]:
         console.print("no tables are installed")
-    for cell in data["cells"]:
-        console.print(f"{cell['spec']} at effective batch {cell['effective_batch']} on {data['gpu']}")
-        console.print(f"  serves {cell['plan_short']}: {cell['reason']}")
-        if data["whole"] or len(data["cells"]) == 1:
-            for candidate in cell["candidates"]:
-                mark = "*" if candidate["served"] else " "
-                place = f" {candidate['table']}" if candidate["table"] else ""
-                console.print(
-                    f"  {mark} {candidate['step']}{place}: {candidate['had']}; {candidate['outcome']}"
-                )
+    if data["whole"]:
+        for cell in data["cells"]:
+            _draw_chain(cell, data["gpu"], console)
+        return
+    for spec, cells in itertools.groupby(data["cells"], lambda cell: cell["spec"]):
+        console.print(f"{spec} on {data['gpu']}")
+        _draw_answers(list(cells), console)
+    console.print("every place that was looked in is shown with --chain, for a single cell, and by --json")
+
+
+def _draw_chain(cell: Data, gpu: str, console: Console) -> None:
+    """What a cell is served, and what each place had; ``*`` marks the one that serves it."""
+    console.print(f"{cell['spec']} at effective batch {cell['effective_batch']} on {gpu}")
+    console.print(f"  serves {cell['plan_short']}: {cell['reason']}")
+    for candidate in cell["candidates"]:
+        mark = "*" if candidate["served"] else " "
+        place = f" {candidate['table']}" if candidate["table"] else ""
+        console.print(f"  {mark} {candidate['step']}{place}: {candidate['had']}; {candidate['outcome']}")
+
+
+_PLAN_WIDTH: Final = 48
+"""Characters up to which plans are aligned: what most of one kernel take."""
+
+
+def _draw_answers(cells: Sequence[Data], console: Console) -> None:
+    """A line per cell: effective batch, plan, and why. Never broken, so that a line can be searched for."""
+    # A plan of two kernels would push all reasons out of sight.
+    width = min(_PLAN_WIDTH, max(len(cell["plan_short"]) for cell in cells))
+    console.print(f"  {'batch':>6}  {'plan':{width}}  because", soft_wrap=True)
+    for cell in cells:
+        batch, plan = cell["effective_batch"], cell["plan_short"]
+        console.print(f"  {batch:>6}  {plan:{width}}  {_why(cell)}", soft_wrap=True)
+
+
+def _why(cell: Data) -> str:
+    """The reason without what the lines around it say: spec, batch and GPU."""
+    if cell["step"] == "default":
+        return "no table has a row: computed default plan"
+    row = cell["row_batch"]
+    return _because(cell) if row == cell["effective_batch"] else f"{_because(cell)}; row of batch {row}"

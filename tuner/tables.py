@@ -57,14 +57,14 @@ def for_gpu(tables: Iterable[Table], gpu: Gpu) -> tuple[Table, ...]:
     return found
 
 
-def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole: bool = True) -> Data:
+def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole: bool = False) -> Data:
     """For every cell of ``work``: what dispatch serves on ``gpu``, and every place it looked in.
 
     Args:
         paths: Looked at as a user's tables are; none means the user's and the installed ones.
         work: The cells.
         gpu: The device that asks.
-        whole: The places are to be drawn, not only what serves.
+        whole: The places are to be drawn even for several cells, not only what serves.
 
     Raises:
         TableError: A table cannot be read.
@@ -84,6 +84,7 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole:
                     "plan_short": short(found.plan),
                     "step": found.step,
                     "reason": found.reason,
+                    "row_batch": None if found.row is None else found.row.effective_batch,
                     "candidates": [
                         {
                             "step": c.step,
@@ -96,7 +97,12 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole:
                     ],
                 }
             )
-    return {"gpu": gpu.name, "tables": _places(own, shipped), "whole": whole, "cells": cells}
+    return {
+        "gpu": gpu.name,
+        "tables": _places(own, shipped),
+        "whole": whole or len(cells) == 1,
+        "cells": cells,
+    }
 
 
 def _places(own: Sequence[Table], shipped: Sequence[Table]) -> list[Data]:

@@ -11,7 +11,7 @@ from replayssm_tune.codegen import targets
 from replayssm_tune.runtime.lookup import STEPS
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import save
-from replayssm_tune.tuner import device
+from replayssm_tune.tuner import device, report
 from replayssm_tune.tuner.cli import main, pipeline
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.progress import Event
@@ -273,7 +273,7 @@ def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call
     monkeypatch.setattr("replayssm_tune.tuner.tables.shipped_tables", lambda strict: (shipped,))
     save(samples.table(samples.measured_row(128), gpu=targets.find("H100").info), tmp_path / "mine.json")
     monkeypatch.setenv("REPLAYSSM_TABLE_DIR", str(tmp_path))
-    code, out, _ = call("table", "explain", *layer, "--batch", "1,32")
+    code, out, _ = call("table", "explain", *layer, "--batch", "1,32", "--chain")
     assert code == 0
     lines = out.splitlines()
     assert "user's table for H100 SXM: 1 rows, measured" in lines
@@ -285,5 +285,28 @@ def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call
     assert "stale: its kernel has changed since" in out
     assert "passed over: effective batch 4096 is beyond the reach of its end row" in out
     assert "not needed: an earlier step serves" in out
-    # Without a batch there are too many cells to show it for each.
-    assert "  * " not in call("table", "explain", *layer)[1]
+    assert "--chain" not in out
+
+
+def test_cells_are_explained_in_a_line_each(call, tmp_path):
+    layer = ("--gpu", "H100", "--model", "nemotron-3-super-120b-a12b", "--tp", "1", "--state-dtype", "fp32")
+    table = samples.table(
+        samples.measured_row(128), samples.measured_row(1024), gpu=targets.find("H200").info
+    )
+    save(table, tmp_path / "h200.json")
+    code, out, _ = call("table", "explain", str(tmp_path), *layer)
+    assert code == 0
+    cells = json.loads(call("table", "explain", str(tmp_path), *layer, "--json")[1])["cells"]
+    lines = [line.split() for line in out.splitlines() if line[:8].strip().isdigit()]
+    assert [int(line[0]) for line in lines] == [cell["effective_batch"] for cell in cells]
+    by_batch = {line[0]: " ".join(line) for line in lines}
+    plan = report.short(samples.TWO_LAUNCHES)
+    assert by_batch["128"].startswith(f"128 {plan} measured on H200, of the same capability")
+    assert "row of batch" not in by_batch["128"]
+    assert by_batch["192"].endswith("; row of batch 128")
+    assert by_batch["65536"].endswith("no table has a row: computed default plan")
+    assert "  * " not in out
+    assert "--chain" in out.splitlines()[-1]
+    # With the flag, and for a single cell, the places are shown.
+    assert call("table", "explain", str(tmp_path), *layer, "--chain")[1].count("  * ") == len(cells)
+    assert call("table", "explain", str(tmp_path), *layer, "--batch", "1")[1].count("  * ") == 1

@@ -42,16 +42,20 @@ def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
 @_PATHS
 @options.gpu_option
 @options.workload_options
+@click.option(
+    "--chain", is_flag=True, help="Show every place that was looked in, for more than a single cell too."
+)
 @options.result_options
-def explain(tables: tuple[Path, ...], gpu: str | None, as_json: bool, **values: Any) -> None:
+def explain(tables: tuple[Path, ...], gpu: str | None, chain: bool, as_json: bool, **values: Any) -> None:
     """Explain what dispatch serves on a GPU, and why; no TABLE means the user's and the installed ones.
 
-    With --batch, every place that was looked in is shown: what it had, and why it was passed over.
+    A line per cell: effective batch, plan, and why. For a single cell, every place that was looked in
+    is shown: what it had, and why it was passed over.
     """
     from .. import drawing
     from .. import tables as reader
 
     target = request.resolve_target(gpu, static=True)
     work, _ = options.resolve_workload(target.gpu, **values)
-    data = reader.explained_info(tables, work, target.gpu, whole=bool(values["batch"]))
+    data = reader.explained_info(tables, work, target.gpu, whole=chain)
     output.emit(data, drawing.draw_explained, as_json)
