@@ -289,7 +289,7 @@ class Cache:
         """Tokens a ring has room for."""
         return self.ring_x.shape[2]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """All tensors by the names of :func:`mamba2_step`'s arguments, for ``**cache.tensors()``."""
         # Written out: torch.compile cannot trace `vars` of an object in every supported torch.
         return {
