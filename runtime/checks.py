@@ -6,7 +6,7 @@ has been met before skip all this; see :mod:`.signatures`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -54,6 +54,8 @@ class Signature:
     """From the first to past the last byte of ``out``; 0 where the op allocates it."""
     apart_bytes: tuple[int, ...]
     """The same of the tensors of :data:`APART`; 0 for absent ones."""
+    apart: set[tuple[int, int, int]] = field(default_factory=set, compare=False)
+    """Where out, x and state lay in calls whose ``out`` overlapped nothing."""
     launcher: Any = None
     """Set by :mod:`.launch` at the first launch: what need not be worked out again."""
 

@@ -26,7 +26,7 @@ from .spec import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-Launch = Callable[["tuple[Tensor, ...]", int, int], None]
+Launch = Callable[["Sequence[Tensor]", int, int], None]
 """Launches a plan on tensors, with a null slot, on a raw stream; see :meth:`CompiledPlan.bind`."""
 
 ModuleSource = Callable[[Spec, Structure], Path]
@@ -116,12 +116,12 @@ class CompiledPlan:
         if len(bound) == 1:
             launcher, blocks, _, fixed, values = bound[0]
 
-            def launch_one(tensors: tuple[Tensor, ...], null_slot: int, stream: int) -> None:
+            def launch_one(tensors: Sequence[Tensor], null_slot: int, stream: int) -> None:
                 launcher(blocks, rows, stream, *tensors, *fixed, null_slot, *values)
 
             return launch_one
 
-        def launch_all(tensors: tuple[Tensor, ...], null_slot: int, stream: int) -> None:
+        def launch_all(tensors: Sequence[Tensor], null_slot: int, stream: int) -> None:
             scratch: tuple[Tensor, ...] = ()
             if self._needs_scratch:
                 scratch = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)

@@ -91,7 +91,7 @@ class _Launcher:
         launch = self._launches[aligned] = compiled.bind(*self._shape)
         return launch
 
-    def launch(self, tensors: tuple[Tensor, ...], null_slot: int) -> None:
+    def launch(self, tensors: Sequence[Tensor], null_slot: int) -> None:
         """Launch on the current stream; ``tensors`` in argument order."""
         aligned = self.strides_aligned
         if aligned:
@@ -143,9 +143,9 @@ def launch_step(
         CompileError: The plan's kernels do not compile.
     """
     launcher: _Launcher = signature.launcher or _prepare(signature, x)
-    optional = tuple(t for t in (D, z, dt_bias) if t is not None)
-    tensors = (state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index, x, dt, A, B, C)
-    launcher.launch((*tensors, *optional, out), null_slot)
+    tensors = [state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index, x, dt, A, B, C]
+    _append_present(tensors, D, z, dt_bias, out)
+    launcher.launch(tensors, null_slot)
 
 
 def launch_native_step(
@@ -166,8 +166,21 @@ def launch_native_step(
 ) -> None:
     """CUDA implementation of :func:`.ops.mamba2_native_step`; errors as in :func:`launch_step`."""
     launcher: _Launcher = signature.launcher or _prepare(signature, x)
-    optional = tuple(t for t in (D, z, dt_bias) if t is not None)
-    launcher.launch((state, slot_index, x, dt, A, B, C, *optional, out), null_slot)
+    tensors = [state, slot_index, x, dt, A, B, C]
+    _append_present(tensors, D, z, dt_bias, out)
+    launcher.launch(tensors, null_slot)
+
+
+def _append_present(
+    tensors: list[Tensor], D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, out: Tensor
+) -> None:
+    if D is not None:
+        tensors.append(D)
+    if z is not None:
+        tensors.append(z)
+    if dt_bias is not None:
+        tensors.append(dt_bias)
+    tensors.append(out)
 
 
 def _prepare(signature: Signature, x: Tensor) -> _Launcher:

@@ -1,8 +1,8 @@
 """Signatures met before: what keeps a warm call from being checked in full.
 
 A *signature* is all that shapes, strides, dtypes and devices say of a call. The first call with one is
-checked in full (:mod:`.checks`); later ones only pass a guard. Where tensors lie is no part of it: that
-:func:`check_out` looks at in every call.
+checked in full (:mod:`.checks`); later ones only pass a guard. Where tensors lie is no part of it:
+:func:`check_out` looks at that.
 """
 
 from __future__ import annotations
@@ -206,35 +206,26 @@ def check_out(
     ring_b: Tensor | None = None,
     ring_decay: Tensor | None = None,
 ) -> None:
-    """Refuse an ``out`` that overlaps per-token inputs or caches: looked at in every call.
+    """Refuse an ``out`` that overlaps per-token inputs or caches.
 
-    Compared are ranges from the first to the last byte: views that interleave count as overlapping.
-    A, D, dt_bias, cursors and slot indices are not looked at.
+    Looked at whenever out, x or state lies where it did not in a call before: what else a call brings
+    comes and goes with them. Compared are ranges from the first to the last byte: views that interleave
+    count as overlapping. A, D, dt_bias, cursors and slot indices are not looked at.
 
     Raises:
         ArgumentError: It overlaps one of them; the message says which.
     """
-    end = (begin := out.data_ptr()) + signature.out_bytes
-    size = signature.apart_bytes
-    # Written out: in a loop it takes twice as long.
-    if (
-        ((at := x.data_ptr()) < end and begin < at + size[0])
-        or ((at := dt.data_ptr()) < end and begin < at + size[1])
-        or ((at := B.data_ptr()) < end and begin < at + size[2])
-        or ((at := C.data_ptr()) < end and begin < at + size[3])
-        or (z is not None and (at := z.data_ptr()) < end and begin < at + size[4])
-        or ((at := state.data_ptr()) < end and begin < at + size[5])
-        or (ring_x is not None and (at := ring_x.data_ptr()) < end and begin < at + size[6])
-        or (ring_b is not None and (at := ring_b.data_ptr()) < end and begin < at + size[7])
-        or (ring_decay is not None and (at := ring_decay.data_ptr()) < end and begin < at + size[8])
-    ):
-        apart = (x, dt, B, C, z, state, ring_x, ring_b, ring_decay)
-        name = next(
-            name
-            for name, tensor in zip(APART, apart, strict=True)
-            if tensor is not None and at == tensor.data_ptr()
-        )
-        raise ArgumentError(
-            f"out overlaps the memory of {name}, which other programs of the launch may still have to "
-            "read or write; give out memory of its own, or leave it out"
-        )
+    places = (begin := out.data_ptr()), x.data_ptr(), state.data_ptr()
+    if places in signature.apart:
+        return
+    end = begin + signature.out_bytes
+    others = (x, dt, B, C, z, state, ring_x, ring_b, ring_decay)
+    for name, other, size in zip(APART, others, signature.apart_bytes, strict=True):
+        if other is not None and (at := other.data_ptr()) < end and begin < at + size:
+            raise ArgumentError(
+                f"out overlaps the memory of {name}, which other programs of the launch may still have to "
+                "read or write; give out memory of its own, or leave it out"
+            )
+    if len(signature.apart) >= _MAX_KEYS:
+        signature.apart.clear()
+    signature.apart.add(places)

@@ -353,6 +353,16 @@ def test_overlapping_outputs_are_refused_in_every_call(op: str, name: str, place
     assert torch.equal(call(op, given | {"out": room[-SIZE:].view(ROWS, HEADS, 8)}), expected)
 
 
+def test_an_output_that_moves_is_looked_at_again() -> None:
+    given = arguments("step")
+    apart = torch.empty_like(given["x"])
+    call("step", given | {"out": apart})
+    with pytest.raises(ArgumentError, match="out overlaps the memory of x"):
+        call("step", given | {"out": given["x"]})
+    with pytest.raises(ArgumentError, match="out overlaps the memory of x"):
+        call("step", given | {"x": apart, "out": apart})
+
+
 def test_large_head_dims_and_batches_are_refused(op: str) -> None:
     given = arguments(op)
     wide = {"x": torch.zeros(3, 4, 257), "z": None, "state": torch.zeros(6, 4, 257, 16)}
