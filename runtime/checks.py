@@ -94,6 +94,7 @@ def check_step(
     rows, heads, head_dim, groups, state_size, slots = _sizes(op, x, B, state)
     _rank(op, "ring_x", ring_x, ("slots", "heads", "capacity", "head_dim"))
     capacity = ring_x.shape[2]
+    _whole(op, "window", window)
     spec = _spec(
         "step", head_dim, state_size, heads // groups, window, x.dtype, state.dtype, ring_x.dtype,
         D is not None, z is not None, dt_bias is not None, dt_softplus,
@@ -183,6 +184,8 @@ def check_cursors(
     Raises:
         ArgumentError: A tensor or number does not fit; the message says which and why.
     """
+    for number, value in (("window", window), ("num_tokens", num_tokens), ("capacity", capacity)):
+        _whole(op, number, value)
     name = "slots" if accepted is None else "slot_index"
     refuse_non_tensors(op, **{name: slot_index}, ring_start=ring_start, ring_len=ring_len)
     if accepted is not None:
@@ -288,6 +291,11 @@ def _common(
         "slot_index": _tensor(op, "slot_index", slot_index, (rows,), _INDICES, x),
         "out": None if out is None else _tensor(op, "out", out, (rows, heads, head_dim), activation, x, True),
     }
+
+
+def _whole(op: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ArgumentError(f"{op}: {name} is {value!r}; expected a whole number")
 
 
 def _rank(op: str, name: str, tensor: Tensor, dims: tuple[str, ...]) -> None:

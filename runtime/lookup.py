@@ -326,7 +326,12 @@ def shipped_tables(strict: bool = False) -> tuple[Table, ...]:
 def user_tables(strict: bool = False) -> tuple[Table, ...]:
     """Tables in the folder that the environment variable ``REPLAYSSM_TABLE_DIR`` names, if set."""
     folder = os.environ.get(TABLE_DIR_VARIABLE, "")
-    return read_folder(Path(folder).expanduser(), strict) if folder else ()
+    try:
+        path = Path(folder).expanduser()
+    except RuntimeError as error:  # of a user that does not exist
+        _refuse(TableError(f"{TABLE_DIR_VARIABLE}={folder}: {error}"), strict)
+        return ()
+    return read_folder(path, strict) if folder else ()
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def mamba2_step(
         SpecError: No kernel serves the head dim, state size, window or dtypes.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
-    null = -1 if null_slot is None else null_slot
+    null = _null(null_slot)
     if _goes_direct(x, state):
         signature = signatures.step_signature(
             x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
@@ -158,7 +158,7 @@ def mamba2_native_step(
 
     Arguments, result and errors are those of :func:`mamba2_step`; every live row's state is written.
     """
-    null = -1 if null_slot is None else null_slot
+    null = _null(null_slot)
     if _goes_direct(x, state):
         signature = signatures.native_signature(
             x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus
@@ -215,7 +215,7 @@ def commit(
     Raises:
         ArgumentError: A tensor or number does not fit.
     """
-    null = -1 if null_slot is None else null_slot
+    null = _null(null_slot)
     if _goes_direct(accepted, ring_len):
         signatures.check_cursors_once(
             "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
@@ -239,7 +239,7 @@ def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int
     Raises:
         ArgumentError: A tensor does not fit.
     """
-    null = -1 if null_slot is None else null_slot
+    null = _null(null_slot)
     if _goes_direct(slots, ring_len):
         signatures.check_cursors_once("reset", slots, ring_start, ring_len)
     else:
@@ -262,7 +262,7 @@ def drained(
     Raises:
         ArgumentError: A tensor or number does not fit.
     """
-    null = -1 if null_slot is None else null_slot
+    null = _null(null_slot)
     if _goes_direct(slots, ring_len):
         signatures.check_cursors_once("drained", slots, ring_start, ring_len, capacity=capacity)
     else:
@@ -428,7 +428,20 @@ def _goes_direct(first: Tensor, second: Tensor) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_torch_function_mode_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not first.is_meta
     )
+
+
+def _null(null_slot: int | None) -> int:
+    """The slot that marks padding as kernels take it: -1 for none."""
+    if null_slot is None:
+        return -1
+    if isinstance(null_slot, bool) or not isinstance(null_slot, (int, torch.SymInt)):
+        raise ArgumentError(f"null_slot is {null_slot!r}; expected the number of a slot, or None")
+    if null_slot >= 2**31:
+        raise ArgumentError(f"null_slot is {null_slot}, beyond 32 bits; no cache has so many slots")
+    return max(null_slot, -1)
 
 
 def _refuse_grad(**tensors: Tensor | None) -> None:
@@ -468,6 +481,9 @@ def _late(function: str) -> Callable[..., Any]:
 
 _launch_step = _late("launch_step")
 _launch_native_step = _late("launch_native_step")
+_launch_commit = _late("launch_commit")
+_launch_reset = _late("launch_reset")
+_launch_drained = _late("launch_drained")
 _compile_ahead = _late("compile_ahead")
 
 
@@ -479,16 +495,57 @@ def _cpu_native_step(*arguments: Any) -> None:
     reference.mamba2_native_step(*arguments[:13])
 
 
-def _cuda_step(*arguments: Any) -> None:
+# What the dispatcher calls, on whatever device, checks for itself: modes, subclasses and compiled code come
+# by it without a public function's checks.
+
+
+def _step_operator(*arguments: Any) -> None:
     signature = signatures.step_signature(*arguments[:18])
+    x, dt, _, B, C, _, z, _, *caches = arguments[:12]
+    signatures.check_out(arguments[15], signature, x, dt, B, C, z, *caches)
     if signature.rows:
-        _launch_step(*arguments, signature)
+        step = _launch_step if signature.device == "cuda" else _cpu_step
+        step(*arguments, signature)
 
 
-def _cuda_native_step(*arguments: Any) -> None:
+def _native_step_operator(*arguments: Any) -> None:
     signature = signatures.native_signature(*arguments[:12])
+    x, dt, _, B, C, _, z, _, state = arguments[:9]
+    signatures.check_out(arguments[10], signature, x, dt, B, C, z, state)
     if signature.rows:
-        _launch_native_step(*arguments, signature)
+        step = _launch_native_step if signature.device == "cuda" else _cpu_native_step
+        step(*arguments, signature)
+
+
+def _commit_operator(
+    accepted: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    window: int,
+    num_tokens: int,
+    capacity: int,
+    null_slot: int,
+) -> None:
+    signatures.check_cursors_once(
+        "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
+    )
+    run = _launch_commit if slot_index.is_cuda else reference.commit
+    run(accepted, ring_start, ring_len, slot_index, window, num_tokens, capacity, null_slot)
+
+
+def _reset_operator(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
+    signatures.check_cursors_once("reset", slots, ring_start, ring_len)
+    run = _launch_reset if slots.is_cuda else reference.reset
+    run(slots, ring_start, ring_len, null_slot)
+
+
+def _drained_operator(
+    slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int
+) -> None:
+    signatures.check_cursors_once("drained", slots, ring_start, ring_len, capacity=capacity)
+    run = _launch_drained if slots.is_cuda else reference.drained
+    run(slots, ring_start, ring_len, capacity, null_slot)
 
 
 def _fake_step(*arguments: Any) -> None:
@@ -529,12 +586,12 @@ _LIBRARY: Final = _library_type(NAMESPACE, "FRAGMENT")
 
 
 def _register(
-    schema: str, cpu: Callable[..., None], cuda: Callable[..., None], fake: Callable[..., None]
+    schema: str, implementation: Callable[..., None], fake: Callable[..., None]
 ) -> Callable[..., None]:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     overload: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
@@ -543,33 +600,28 @@ def _register(
 _STEP = _register(
     f"mamba2_step({_INPUTS}, Tensor(b!) ring_x, Tensor(c!) ring_b, Tensor(d!) ring_decay, Tensor ring_start, "
     "Tensor ring_len, Tensor slot_index, Tensor(e!) out, int window, bool dt_softplus, int null_slot) -> ()",
-    reference.mamba2_step,
-    _cuda_step,
+    _step_operator,
     _fake_step,
 )
 _NATIVE_STEP = _register(
     f"mamba2_native_step({_INPUTS}, Tensor slot_index, Tensor(b!) out, bool dt_softplus, "
     "int null_slot) -> ()",
-    reference.mamba2_native_step,
-    _cuda_native_step,
+    _native_step_operator,
     _fake_native_step,
 )
 _COMMIT = _register(
     "commit(Tensor accepted, Tensor(a!) ring_start, Tensor(b!) ring_len, Tensor slot_index, int window, "
     "int num_tokens, int capacity, int null_slot) -> ()",
-    reference.commit,
-    _late("launch_commit"),
+    _commit_operator,
     _fake_commit,
 )
 _RESET = _register(
     "reset(Tensor slots, Tensor(a!) ring_start, Tensor(b!) ring_len, int null_slot) -> ()",
-    reference.reset,
-    _late("launch_reset"),
+    _reset_operator,
     _fake_reset,
 )
 _DRAINED = _register(
     "drained(Tensor slots, Tensor(a!) ring_start, Tensor(b!) ring_len, int capacity, int null_slot) -> ()",
-    reference.drained,
-    _late("launch_drained"),
+    _drained_operator,
     _fake_drained,
 )

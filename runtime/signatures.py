@@ -111,7 +111,7 @@ def step_signature(
     Raises:
         ArgumentError, SpecError: See :func:`.ops.mamba2_step`.
     """
-    key = x.shape, window, dt_softplus
+    key = x.shape, window, type(window), dt_softplus  # 4.0 is equal to 4
     tensors = (
         x, dt, A, B, C,
         _NO_D if D is None else D,

@@ -286,6 +286,8 @@ class _Race:
 
     def _round(self, name: str, entries: Mapping[str, Plan]) -> None:
         """Visit every entry forwards, then backwards; one time per entry, of both visits."""
+        # Who takes part, and in which version: remembered visits of another round are no pair of these.
+        group = zlib.crc32("|".join(map(self._meter.identity_of(self._cell), entries.values())).encode())
         samples: dict[str, list[float]] = {key: [] for key in entries}
         visits: dict[str, list[float]] = {key: [] for key in entries}
         for position, key in enumerate((*entries, *reversed(list(entries)))):
@@ -297,7 +299,7 @@ class _Race:
                 plan.variants,
                 self._mode,
                 self._rules.repeats,
-                f"{self._prefix}{name}.{position}",
+                f"{self._prefix}{name}.{group:08x}.{position}",
             )
             if result.ok:
                 visits[key].append(result.time_us)

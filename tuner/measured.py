@@ -296,7 +296,11 @@ class MeasuredTune:
             for batch in sorted({*doubtful, *uncompared}):
                 plans = _compose(spec, rankings, batch)
                 budget = self._budget()
-                results[batch] = self._cell(spec, batch, plans, natives[batch], [], budget, attempt)
+                again = self._cell(spec, batch, plans, natives[batch], [], budget, attempt)
+                # A row that was compared with the default gives way to another such row alone.
+                compared = [r.verdict.default_time_us is not None for r in (results[batch], again)]
+                if again.verdict.winner is not None and compared[1] >= compared[0]:
+                    results[batch] = again
         return list(results.values())
 
     def served_cells(self, work: Work, served: Mapping[tuple[Spec, int], Plan]) -> list[CellResult]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..runtime.plan import Variant
+from ..runtime.plan import Plan, Variant
 from .records import Bench, Cell, Event, Measurement, Progress, subject_key
 from .store import Store
 
@@ -67,6 +67,10 @@ class Meter:
     def begin(self, stage: str, total: int) -> None:
         """Start a stage whose progress is counted by itself."""
         self._stage, self._done, self._total = stage, 0, total
+
+    def identity_of(self, cell: Cell) -> Callable[[Plan], str]:
+        """Tells plans of a cell apart, and versions of one plan whose kernels have changed."""
+        return lambda plan: f"{plan.key}@{self._digest(cell, plan.variants)}"
 
     def find(self, cell: Cell, variants: Sequence[Variant], mode: str, tag: str = "") -> Measurement | None:
         """What is remembered of a point; nothing is measured."""

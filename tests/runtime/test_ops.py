@@ -353,6 +353,61 @@ def test_overlapping_outputs_are_refused_in_every_call(op: str, name: str, place
     assert torch.equal(call(op, given | {"out": room[-SIZE:].view(ROWS, HEADS, 8)}), expected)
 
 
+def test_modes_do_not_switch_checks_off() -> None:
+    """A default device is a mode: the dispatcher then calls the operator, which checks for itself."""
+    given = arguments("step")
+    before = given["ring_x"].clone()
+    with torch.device("cpu"):
+        with pytest.raises(ArgumentError, match="out overlaps the memory of x"):
+            call("step", given | {"out": given["x"]})
+        with pytest.raises(ArgumentError, match="D has shape"):
+            call("step", given | {"D": given["D"][:1]})
+        with pytest.raises(ArgumentError, match="num_tokens is 9"):
+            ops.commit(
+                torch.ones(ROWS, dtype=torch.int32),
+                ring_start=given["ring_start"],
+                ring_len=given["ring_len"],
+                slot_index=given["slot_index"],
+                window=4,
+                num_tokens=9,
+                capacity=5,
+            )
+        assert torch.equal(given["ring_x"], before)
+        assert torch.equal(call("step", given), call("step", arguments("step")))
+
+
+def test_tracing_sees_the_operator() -> None:
+    given = arguments("step")
+    caches = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len", "slot_index")
+    x, dt, A, B, C = (given[name] for name in ("x", "dt", "A", "B", "C"))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ops.mamba2_step(x, dt, A, B, C, **{n: given[n] for n in caches}, window=given["window"])
+
+    traced = torch.jit.trace(step, (x,), check_trace=False)
+    assert "mamba2_step" in str(traced.graph)
+
+
+def test_meta_tensors_are_checked_and_give_a_shape(op: str) -> None:
+    meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in arguments(op).items()}
+    y = call(op, meta)
+    assert (y.shape, y.device.type) == (meta["x"].shape, "meta")
+    with pytest.raises(ArgumentError, match="dt has shape"):
+        call(op, meta | {"dt": meta["dt"][:1]})
+
+
+@pytest.mark.parametrize("null_slot", [2.5, "a", True, [0], 2**40])
+def test_odd_null_slots_are_refused(op: str, null_slot: Any) -> None:
+    with pytest.raises(ArgumentError, match="null_slot is"):
+        call(op, arguments(op) | {"null_slot": null_slot})
+
+
+@pytest.mark.parametrize("window", [4.5, 4.0, "4", None])
+def test_odd_windows_are_refused(window: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"mamba2_step: window is .*; expected a whole number"):
+        call("step", arguments("step") | {"window": window})
+
+
 def test_an_output_that_moves_is_looked_at_again() -> None:
     given = arguments("step")
     apart = torch.empty_like(given["x"])

@@ -272,3 +272,19 @@ def test_the_fastest_native_is_chosen_likewise(tmp_path: Path) -> None:
     assert verdict.winner is not None
     best = min(bench.exact(cell, plan.variants, "native") for plan in plans)
     assert bench.exact(cell, verdict.winner.variants, "native") <= best * (1.002 + verdict.noise_floor)
+
+
+def test_rounds_of_another_session_are_no_pairs(tmp_path: Path) -> None:
+    """The default's kernel has changed and the GPU is slower today: all take part anew."""
+    rival, first = PLANS[3], {default_plan(): 100.0, PLANS[3]: 95.0}
+    assert decide(TableBench(first, noise=0.0), tmp_path / "s", (rival,)).winner == rival
+    today = TableBench({default_plan(): 93.0 * 1.04, rival: 95.0 * 1.04}, noise=0.0)
+    meter = Meter(
+        today,
+        Store(tmp_path / "s", GPU),
+        clock=today.clock,
+        digest=lambda cell, kernels: "new" if kernels == default_plan().variants else "",
+    )
+    verdict = choose(CELL, (rival,), meter, mode="mix", default=default_plan())
+    assert verdict.winner == default_plan()
+    assert verdict.time_us == pytest.approx(93.0 * 1.04, rel=0.02)

@@ -7,6 +7,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import load
-from replayssm_tune.tuner import measured, models, run
+from replayssm_tune.tuner import choose, measured, models, run
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.gate import Verdict
 from replayssm_tune.tuner.progress import Event, silent
@@ -247,6 +248,35 @@ def test_a_row_that_was_not_compared_with_the_default_is_measured_again(
     monkeypatch.setattr(fake, "time", flaky)
     tuned = run.tune(job(tmp_path), silent)
     assert once["failed"]
+    assert all(row.default_time_us is not None for row in tuned.table.rows)
+
+
+def test_a_compared_row_does_not_give_way_to_one_that_is_not(
+    fake: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both batches are measured again for not fitting a curve; this time nothing runs."""
+    time = fake.time
+
+    def odd(self: FakeBench, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
+        if mode == "mix" and broken["now"]:
+            return Timing((), "timeout", "took more than 60 s")
+        timing = time(self, cell, variants, mode, repeats)
+        if mode == "mix" and cell.effective_batch == 1024:  # faster than a small batch
+            return Timing(tuple(us / 10 for us in timing.samples_us))
+        return timing
+
+    broken = {"now": False}
+    again = choose.suspects
+
+    def suspects(*arguments: Any) -> dict[int, str]:
+        broken["now"] = True
+        return again(*arguments)
+
+    monkeypatch.setattr(fake, "time", odd)
+    monkeypatch.setattr(measured, "suspects", suspects)
+    tuned = run.tune(job(tmp_path), silent)
+    assert broken["now"]
+    assert not tuned.missing
     assert all(row.default_time_us is not None for row in tuned.table.rows)
 
 
