@@ -208,7 +208,9 @@ class Lookup:
             links = [link for link in chain if link.step == step and link.spec == spec]
             lines += [self._line(link, spec, effective_batch, link is serving, found) for link in links]
             if not links:
-                lines.append(Candidate(step, "", "nothing for this spec", "passed over", False))
+                own = step == "user" and any(link.series.user and link.spec == spec for link in chain)
+                had = "rows that do not come first, see below" if own else "nothing for this spec"
+                lines.append(Candidate(step, "", had, "passed over", False))
         for link in chain:
             if link.spec != spec:
                 lines.append(self._line(link, spec, effective_batch, link is serving, found))
@@ -235,7 +237,8 @@ class Lookup:
             outcome = "not needed: an earlier step serves"
         else:
             outcome = f"passed over: effective batch {effective_batch} is beyond the reach of its end row"
-        return Candidate(link.step, _gpu(series.gpu), had, outcome, served)
+        table = f"user's table: {_gpu(series.gpu)}" if series.user else _gpu(series.gpu)
+        return Candidate(link.step, table, had, outcome, served)
 
     def _add(self, table: Table, user: bool) -> None:
         grouped: dict[tuple[Spec, bool], list[Row]] = {}

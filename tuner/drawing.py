@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,8 +54,11 @@ def draw_tables(data: Data, console: Console) -> None:
 def _draw_table(data: Data, console: Console) -> list[str]:
     """Draw :func:`.report.table_info`, a grid per spec and a row per batch; the columns left out."""
     major, minor = data["capability"]
+    sources = collections.Counter(row["source"] for group in data["specs"] for row in group["rows"])
+    counts = ", ".join(f"{count} rows {source}" for source, count in sources.most_common()) or "no rows"
+    static = " (static: times with ~ are estimates)" if "static" in sources else ""
     console.print(
-        f"{data['gpu']} (sm_{major}{minor}, {data['sm_count']} SMs), {data['source']}, {data['date']}, "
+        f"{data['gpu']} (sm_{major}{minor}, {data['sm_count']} SMs), {counts}{static}, {data['date']}, "
         f"triton {data['toolchain']['triton']}"
     )
     groups = {group["spec"]: [_cells(row) for row in group["rows"]] for group in data["specs"]}

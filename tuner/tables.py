@@ -39,14 +39,15 @@ def installed() -> tuple[Table, ...]:
 
 
 def for_gpu(tables: Iterable[Table], gpu: Gpu) -> tuple[Table, ...]:
-    """Tables of GPUs with the capability and SM count of ``gpu``.
+    """Tables of GPUs with the capability and SM count of ``gpu``, those of its own name first.
 
     Raises:
         TableError: There are none; the message names those that exist.
     """
     tables = tuple(tables)
     key = (gpu.capability, gpu.sm_count)
-    found = tuple(t for t in tables if (t.gpu.capability, t.gpu.sm_count) == key)
+    alike = (t for t in tables if (t.gpu.capability, t.gpu.sm_count) == key)
+    found = tuple(sorted(alike, key=lambda table: table.gpu.name != gpu.name))
     if not found:
         names = ", ".join(sorted({t.gpu.name for t in tables})) or "none"
         raise TableError(

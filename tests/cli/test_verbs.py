@@ -283,8 +283,10 @@ def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call
     assert [line.split()[1] for line in serving] == ["user", "sister"]
     assert set(steps) | {"user", "sister"} == set(STEPS)
     assert "stale: its kernel has changed since" in out
-    assert "passed over: effective batch 4096 is beyond the reach of its end row" in out
-    assert "not needed: an earlier step serves" in out
+    assert "user's table: H100 SXM" in out
+    unwrapped = " ".join(out.split())
+    assert "passed over: effective batch 4096 is beyond the reach of its end row" in unwrapped
+    assert "not needed: an earlier step serves" in unwrapped
     assert "--chain" not in out
 
 
