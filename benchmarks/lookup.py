@@ -9,7 +9,6 @@ file is ``results/<date>-cpu-lookup.json``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import random
@@ -26,6 +25,7 @@ from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.lookup import GRID, Lookup
 from replayssm_tune.runtime.spec import DTYPE_BYTES, Spec
 from replayssm_tune.runtime.table import Row, Table, Toolchain
+from replayssm_tune.tuner.runfile import today
 
 SHAPES = ((64, 128, 16), (64, 128, 8), (80, 128, 12), (64, 256, 32), (128, 256, 24), (64, 64, 56))
 """(head_dim, state_size, heads per group)."""
@@ -103,7 +103,7 @@ def run() -> dict[str, object]:
     return {
         "what": "lookup",
         "gpu": "cpu",
-        "date": datetime.date.today().isoformat(),
+        "date": today(),
         "environment": {"python": platform.python_version(), "machine": platform.machine()},
         "lookup": measured,
         "records": [

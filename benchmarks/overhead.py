@@ -10,7 +10,6 @@ Figures are differences of medians, in ``results/<date>-<gpu>-overhead.json``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import os
@@ -38,6 +37,7 @@ from replayssm_tune.runtime.dtypes import DTYPE_NAMES
 from replayssm_tune.runtime.modules import load_module, module_path
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import gpu_slug
+from replayssm_tune.tuner.runfile import today
 
 SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
 """A spec that ships, at one sequence of one group: its plan there is one kernel."""
@@ -69,11 +69,9 @@ def arguments(spec: Spec, rows: int = 1) -> dict[str, Any]:
         "slot_index": torch.arange(rows, dtype=torch.int32, device="cuda"),
         "out": torch.empty(rows, heads, spec.head_dim, dtype=activation, device="cuda"),
     }
-    if spec.op == "step":
+    if not spec.is_native:
         cache.ring_len.fill_(spec.window // 2)
-        for name in ("ring_x", "ring_b", "ring_decay", "ring_start", "ring_len"):
-            given[name] = getattr(cache, name)
-        given["window"] = spec.window
+        given |= {**cache.tensors(), "window": spec.window}
     return given
 
 
@@ -171,7 +169,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {
         "what": "overhead",
         "gpu": gpu,
-        "date": datetime.date.today().isoformat(),
+        "date": today(),
         "environment": {
             "gpu": properties.name,
             "capability": [properties.major, properties.minor],

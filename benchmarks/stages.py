@@ -34,6 +34,7 @@ from replayssm_tune.codegen.files import write
 from replayssm_tune.runtime.modules import module_path
 from replayssm_tune.runtime.plan import Plan, Structure
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.runtime.table import gpu_slug
 
 NEVER = ast.parse("ring_capacity < 0", mode="eval").body
 """A mask that is false for every call, which the compiler does not know."""
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="run file instead of the one in benchmarks/results")
     chosen = parser.parse_args(arguments)
     run = measure(chosen.rounds)
-    path = chosen.output or RESULTS / f"{run['date']}-{run['gpu'].lower()}-stages.json"
+    path = chosen.output or RESULTS / f"{run['date']}-{gpu_slug(run['gpu'])}-stages.json"
     write(path, json.dumps(run, indent=1) + "\n")
     for cell in run["stages"]:
         print(cell["spec"], cell["effective_batch"], cell["mode"], cell["time_us"], cell["without_us"])

@@ -293,8 +293,13 @@ def _common(
     }
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, a symbolic one too."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def _whole(op: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if not is_whole(value):
         raise ArgumentError(f"{op}: {name} is {value!r}; expected a whole number")
 
 

@@ -216,15 +216,13 @@ def commit(
         ArgumentError: A tensor or number does not fit.
     """
     null = _null(null_slot)
-    if _goes_direct(accepted, ring_len):
-        signatures.check_cursors_once(
-            "commit", slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity
-        )
-    else:
+    run = _commit_operator
+    if not _goes_direct(accepted, ring_len):
         checks.refuse_non_tensors(
             "commit", accepted=accepted, ring_start=ring_start, ring_len=ring_len, slot_index=slot_index
         )
-    _COMMIT(accepted, ring_start, ring_len, slot_index, window, num_tokens, capacity, null)
+        run = _COMMIT
+    run(accepted, ring_start, ring_len, slot_index, window, num_tokens, capacity, null)
 
 
 def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int | None = None) -> None:
@@ -240,11 +238,11 @@ def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int
         ArgumentError: A tensor does not fit.
     """
     null = _null(null_slot)
-    if _goes_direct(slots, ring_len):
-        signatures.check_cursors_once("reset", slots, ring_start, ring_len)
-    else:
+    run = _reset_operator
+    if not _goes_direct(slots, ring_len):
         checks.refuse_non_tensors("reset", slots=slots, ring_start=ring_start, ring_len=ring_len)
-    _RESET(slots, ring_start, ring_len, null)
+        run = _RESET
+    run(slots, ring_start, ring_len, null)
 
 
 def drained(
@@ -263,11 +261,11 @@ def drained(
         ArgumentError: A tensor or number does not fit.
     """
     null = _null(null_slot)
-    if _goes_direct(slots, ring_len):
-        signatures.check_cursors_once("drained", slots, ring_start, ring_len, capacity=capacity)
-    else:
+    run = _drained_operator
+    if not _goes_direct(slots, ring_len):
         checks.refuse_non_tensors("drained", slots=slots, ring_start=ring_start, ring_len=ring_len)
-    _DRAINED(slots, ring_start, ring_len, capacity, null)
+        run = _DRAINED
+    run(slots, ring_start, ring_len, capacity, null)
 
 
 @dataclass(frozen=True, eq=False)
@@ -437,7 +435,7 @@ def _null(null_slot: int | None) -> int:
     """The slot that marks padding as kernels take it: -1 for none."""
     if null_slot is None:
         return -1
-    if isinstance(null_slot, bool) or not isinstance(null_slot, (int, torch.SymInt)):
+    if not checks.is_whole(null_slot):
         raise ArgumentError(f"null_slot is {null_slot!r}; expected the number of a slot, or None")
     if null_slot >= 2**31:
         raise ArgumentError(f"null_slot is {null_slot}, beyond 32 bits; no cache has so many slots")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..codegen.files import write
+from ..runtime.table import gpu_slug
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
 from .records import Environment
@@ -99,7 +100,7 @@ def write_run(folder: Path, data: dict[str, Any]) -> Path:
     Raises:
         StoreError: The folder cannot be written.
     """
-    name = f"{data['date']}-{data['gpu'].lower().replace(' ', '-')}-{data['what']}.json"
+    name = f"{data['date']}-{gpu_slug(data['gpu'])}-{data['what']}.json"
     path = folder / name
     write(path, json.dumps(_rounded(data), indent=1) + "\n")
     return path

@@ -64,7 +64,7 @@ def random_call(
     cache.ring_start.random_(0, cache.capacity, generator=g)
     cache.ring_len.fill_(spec.window // 2)
     cache.ring_len[slot[::2]] = spec.window
-    return given | {name: getattr(cache, name) for name in (*CACHES, *CURSORS)} | {"window": spec.window}
+    return given | cache.tensors() | {"window": spec.window}
 
 
 def call(given: dict[str, Any]) -> Tensor:

@@ -158,7 +158,7 @@ def test_offsets_beyond_32_bits(device: str) -> None:
         pytest.skip("less than 12 GiB of GPU memory are free")
     small = random_call(spec, rows, heads, device)
     cache = ops.make_cache(spec, slots, heads, 1, device)
-    large = small | {name: getattr(cache, name) for name in (*CACHES, *CURSORS)}
+    large = small | cache.tensors()
     large["slot_index"] = small["slot_index"] + (slots - rows)
     for name in (*CACHES, *CURSORS):
         large[name][slots - rows :] = small[name]
