@@ -319,7 +319,7 @@ REGIONS: Final = (
     Region(
         "As above, the state through shared memory into the dot.",
         ("both",), _PRECOMPUTED_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(4, 8),
-        warps_stages=((1, 2), (2, 2), (2, 3)),
+        warps_stages=((1, 2), (2, 2), (2, 3), (4, 3)),
     ),
     Region(
         "One way for all rows: the new state is formed, and stored by rows that flush.",

@@ -115,8 +115,14 @@ def step(
             state_ptrs,
             s.to(state_ptr.dtype.element_ty),
             mask=p_mask[None, :, None],
+            eviction_policy="evict_last",
         )
         y = tl.sum(tl.sum(s * c[:, None, :], 0), 1)
         y += tl.sum(tl.where(h == head_offset, skip, 0.0), 0) * x_new
         out_head_ptr = out_ptr + row64 * out_stride_row + head * out_stride_head
-        tl.store(out_head_ptr + p, y.to(out_ptr.dtype.element_ty), mask=p_mask)
+        tl.store(
+            out_head_ptr + p,
+            y.to(out_ptr.dtype.element_ty),
+            mask=p_mask,
+            eviction_policy="evict_last",
+        )

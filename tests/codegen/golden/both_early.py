@@ -185,17 +185,10 @@ def step(
             state_ptrs,
             folded.to(state_ptr.dtype.element_ty),
             mask=p_mask[None, :, None],
+            eviction_policy="evict_last",
         )
         y = tl.sum(tl.sum(folded * c[:, None, :], 0), 1)
         y *= tl.sum(token_decay, 0)
-        y += tl.sum(new, 0) * x_new.to(tl.float32)
-        out_head_ptr = out_ptr + row64 * out_stride_row + head * out_stride_head
-        tl.store(out_head_ptr + p, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-        tl.store(
-            ring_x_head_ptr + append * ring_x_stride_token + p,
-            x_new.to(ring_x_ptr.dtype.element_ty),
-            mask=p_mask,
-        )
     else:
         # y = decay * (S0 C) + sum_j weight_j (B_j C) x_j + new * x
         score_c = tl.load(c_ptr + row64 * c_stride_row + group * c_stride_group + n)
@@ -207,14 +200,19 @@ def step(
         head_decay = tl.sum(decay, 0)
         y = tl.sum(tl.sum(s.to(tl.float32) * c[:, None, :], 0), 1) * head_decay
         y += tl.sum(ring_x.to(tl.float32) * head_weight[:, None], 0)
-        y += tl.sum(new, 0) * x_new.to(tl.float32)
-        out_head_ptr = out_ptr + row64 * out_stride_row + head * out_stride_head
-        tl.store(out_head_ptr + p, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-        tl.store(
-            ring_x_head_ptr + append * ring_x_stride_token + p,
-            x_new.to(ring_x_ptr.dtype.element_ty),
-            mask=p_mask,
-        )
+    y += tl.sum(new, 0) * x_new.to(tl.float32)
+    out_head_ptr = out_ptr + row64 * out_stride_row + head * out_stride_head
+    tl.store(
+        out_head_ptr + p,
+        y.to(out_ptr.dtype.element_ty),
+        mask=p_mask,
+        eviction_policy="evict_last",
+    )
+    tl.store(
+        ring_x_head_ptr + append * ring_x_stride_token + p,
+        x_new.to(ring_x_ptr.dtype.element_ty),
+        mask=p_mask,
+    )
     # One program appends for all heads of a group, and one for all rows of a head.
     appends_b = (first_head % HEADS_PER_GROUP == 0) & (p_block == 0)
     tl.store(
