@@ -2,6 +2,9 @@
 
 A kernel takes its tensors' pointers, then strides in elements, then scalars; tile numbers follow
 as ``tl.constexpr``. Arguments of inputs that a spec leaves out do not exist.
+
+Names are those of Mamba-2. In Gated DeltaNet ``x`` is v, ``b`` is k, ``c`` is q, ``dt`` is the raw gate a,
+``a`` is A_log, ``beta`` the raw b; the ring's ``x``, ``b`` and ``decay`` are u, k and g.
 """
 
 from __future__ import annotations
@@ -72,6 +75,8 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
         TensorArgument("b", activation, ("row", "group"), True),
         TensorArgument("c", activation, ("row", "group"), True),
     ]
+    if spec.family == "gdn":
+        arguments.append(TensorArgument("beta", activation, ("row",)))
     if spec.has_d:
         arguments.append(TensorArgument("d", "fp32"))
     if spec.has_z:

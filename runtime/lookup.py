@@ -59,7 +59,7 @@ GRID: Final = tuple(sorted([1 << k for k in range(3, 18)] + [3 << k for k in ran
 REACH: Final = 4
 """How many times its own batch the end row of a table serves beyond it, below ``FINE_LIMIT``."""
 
-_OPTIONAL_INPUTS: Final = ("has_d", "has_z", "has_dt_bias", "dt_softplus")
+_OPTIONAL_INPUTS: Final = ("has_d", "has_z", "has_dt_bias", "dt_softplus", "qk_l2norm")
 
 
 def batch_grid(heads_min: int = GRID[0], maximum: int = GRID[-1]) -> tuple[int, ...]:
@@ -367,7 +367,9 @@ def _cell(effective_batch: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _without_options(spec: Spec) -> Spec:
-    return dataclasses.replace(spec, has_d=False, has_z=False, has_dt_bias=False, dt_softplus=False)
+    # GDN's softplus is no option.
+    options = dict.fromkeys(_OPTIONAL_INPUTS, False) | {"dt_softplus": spec.family == "gdn"}
+    return dataclasses.replace(spec, **options)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ MAX_HEAD_DIM: Final = 256
 MAX_STATE_SIZE: Final = 256
 MAX_WINDOW: Final = 64
 
-FAMILIES: Final = ("mamba2",)
+FAMILIES: Final = ("mamba2", "gdn")
 OPS: Final = ("step", "native_step")
 
 
@@ -30,20 +30,21 @@ class Spec:
     """What a kernel computes, and for which shape and dtypes.
 
     Args:
-        family: Recurrence family, one of :data:`FAMILIES`.
+        family: Recurrence family, one of :data:`FAMILIES`: Mamba-2, or Gated DeltaNet (``gdn``).
         op: ``step`` (replay decode with a ring) or ``native_step`` (state written every step).
-        head_dim: Values per head, P, 1 to 256.
-        state_size: State columns per value, N, 1 to 256.
-        heads_per_group: Heads that share one B and one C.
+        head_dim: Values per head, P, 1 to 256; of GDN the value dim, V.
+        state_size: State columns per value, N, 1 to 256; of GDN the key dim, K.
+        heads_per_group: Heads that share one B and one C; of GDN value heads that share a key head.
         window: Ring tokens held before a flush, W, 1 to 64; 0 for ``native_step``.
         num_tokens: Tokens per step, T = 1 + drafts; at most ``window``.
-        activation_dtype: dtype of x, B, C, z, dt and of the output.
+        activation_dtype: dtype of x, B, C, z, dt and of the output; of GDN of v, k, q, a, b.
         state_dtype: dtype the state is stored in.
-        ring_dtype: dtype of the ring's x and B: the activation dtype or fp32.
+        ring_dtype: dtype of the ring's x and B (GDN: u and k): the activation dtype or fp32.
         has_d: The skip connection ``D x`` is added.
         has_z: The output is gated by ``silu(z)``.
         has_dt_bias: A bias is added to dt.
-        dt_softplus: dt passes through softplus (after the bias).
+        dt_softplus: dt passes through softplus (after the bias); always in GDN.
+        qk_l2norm: q and k are L2-normalised by the kernel (GDN alone).
 
     Raises:
         SpecError: A field is outside the range above.
@@ -63,6 +64,7 @@ class Spec:
     has_z: bool = False
     has_dt_bias: bool = True
     dt_softplus: bool = True
+    qk_l2norm: bool = False
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -90,6 +92,11 @@ class Spec:
             f"ring_dtype '{self.ring_dtype}' must be the activation dtype "
             f"('{self.activation_dtype}') or fp32",
         )
+        if self.family == "gdn":
+            _require(not self.has_d and not self.has_z, "GDN has neither a skip (has_d) nor a gate (has_z)")
+            _require(self.dt_softplus, "GDN's gate always passes through softplus: dt_softplus must be True")
+        else:
+            _require(not self.qk_l2norm, f"qk_l2norm belongs to GDN, not to {self.family}")
         if self.is_native:
             _require(self.window == 0, f"native_step has no ring: window must be 0, not {self.window}")
             _require(self.num_tokens == 1, "native_step takes one token a step")
@@ -119,6 +126,7 @@ class Spec:
                 ("z", self.has_z),
                 ("b", self.has_dt_bias),
                 ("s", self.dt_softplus),
+                ("l", self.qk_l2norm),
             )
             if present
         )
@@ -154,6 +162,7 @@ class Spec:
             has_z="z" in flags,
             has_dt_bias="b" in flags,
             dt_softplus="s" in flags,
+            qk_l2norm="l" in flags,
         )
         _require(spec.key == key, f"'{key}' is not a spec key; did you mean '{spec.key}'?")
         return spec
@@ -177,10 +186,10 @@ class Spec:
 
 # A float or a 1 for True would equal the right spec, or name a kernel that nobody else finds.
 _NUMBERS: Final = ("head_dim", "state_size", "heads_per_group", "window", "num_tokens")
-_FLAGS: Final = ("has_d", "has_z", "has_dt_bias", "dt_softplus")
+_FLAGS: Final = ("has_d", "has_z", "has_dt_bias", "dt_softplus", "qk_l2norm")
 _KEY: Final = re.compile(
     r"(?P<family>[a-z0-9]+)-(?P<op>[a-z_]+)-p(?P<p>\d+)-n(?P<n>\d+)-g(?P<g>\d+)-w(?P<w>\d+)-t(?P<t>\d+)"
-    r"-x(?P<x>[a-z0-9]+)-s(?P<s>[a-z0-9]+)-r(?P<r>[a-z0-9]+)-f(?P<flags>[dzbs]+|0)"
+    r"-x(?P<x>[a-z0-9]+)-s(?P<s>[a-z0-9]+)-r(?P<r>[a-z0-9]+)-f(?P<flags>[dzbsl]+|0)"
 )
 
 
