@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from subprocess import CalledProcessError
 from typing import Any, Final
 
@@ -81,7 +82,9 @@ class _Launcher:
         self._shape = (signature.rows, signature.heads, strides, scalars)
         self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
-        self.vectorized = tuple(i for i, a in enumerate(arguments) if a.vectorized)
+        positions = {name: i for i, name in enumerate(signature.contract.kernel_names)}
+        self._in_kernel_order = itemgetter(*(positions[a.name] for a in arguments))
+        self.vectorized = tuple(positions[a.name] for a in arguments if a.vectorized)
         self.strides_aligned = all(_is_aligned(a, signature) for a in arguments)
         self._launches: list[Launch | None] = [None, None]
 
@@ -91,8 +94,12 @@ class _Launcher:
         launch = self._launches[aligned] = compiled.bind(*self._shape)
         return launch
 
-    def launch(self, tensors: Sequence[Tensor], null_slot: int) -> None:
-        """Launch on the current stream; ``tensors`` in argument order."""
+    def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
+        """Launch on the current stream; ``tensors`` in the order of the signature's contract.
+
+        Raises:
+            CompileError: The plan's kernels do not compile.
+        """
         aligned = self.strides_aligned
         if aligned:
             pointers = 0
@@ -100,7 +107,7 @@ class _Launcher:
                 pointers |= tensors[index].data_ptr()
             aligned = not pointers % ALIGNMENT_BYTES
         launch = self._launches[aligned] or self._launch(aligned)
-        launch(tensors, null_slot, _raw_stream(self.device_index))
+        launch(self._in_kernel_order(tensors), null_slot, _raw_stream(self.device_index))
 
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
@@ -114,77 +121,13 @@ def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:
     return not argument.vectorized or not any(stride * size % ALIGNMENT_BYTES for stride in strides)
 
 
-def launch_step(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    ring_x: Tensor,
-    ring_b: Tensor,
-    ring_decay: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    out: Tensor,
-    window: int,
-    dt_softplus: bool,
-    null_slot: int,
-    signature: Signature,
-) -> None:
-    """CUDA implementation of :func:`.ops.mamba2_step`; all arguments have been checked.
+def prepare(signature: Signature, device_index: int) -> _Launcher:
+    """What launches calls with ``signature``, worked out once and kept with it.
 
     Raises:
         DispatchError: Strict mode, and no table has a row.
-        CompileError: The plan's kernels do not compile.
     """
-    launcher: _Launcher = signature.launcher or _prepare(signature, x)
-    tensors = [state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index, x, dt, A, B, C]
-    _append_present(tensors, D, z, dt_bias, out)
-    launcher.launch(tensors, null_slot)
-
-
-def launch_native_step(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    slot_index: Tensor,
-    out: Tensor,
-    dt_softplus: bool,
-    null_slot: int,
-    signature: Signature,
-) -> None:
-    """CUDA implementation of :func:`.ops.mamba2_native_step`; errors as in :func:`launch_step`."""
-    launcher: _Launcher = signature.launcher or _prepare(signature, x)
-    tensors = [state, slot_index, x, dt, A, B, C]
-    _append_present(tensors, D, z, dt_bias, out)
-    launcher.launch(tensors, null_slot)
-
-
-def _append_present(
-    tensors: list[Tensor], D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, out: Tensor
-) -> None:
-    if D is not None:
-        tensors.append(D)
-    if z is not None:
-        tensors.append(z)
-    if dt_bias is not None:
-        tensors.append(dt_bias)
-    tensors.append(out)
-
-
-def _prepare(signature: Signature, x: Tensor) -> _Launcher:
-    launcher = _Launcher(signature, x.get_device())
+    launcher = _Launcher(signature, device_index)
     object.__setattr__(signature, "launcher", launcher)
     return launcher
 
@@ -212,7 +155,7 @@ def launch_commit(
     capacity: int,
     null_slot: int,
 ) -> None:
-    """CUDA implementation of :func:`.ops.commit`."""
+    """CUDA implementation of :func:`.cursors.commit`."""
     rows = slot_index.shape[0]
     if rows:
         scalars = (rows, window, num_tokens, capacity, null_slot)
@@ -220,7 +163,7 @@ def launch_commit(
 
 
 def launch_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
-    """CUDA implementation of :func:`.ops.reset`."""
+    """CUDA implementation of :func:`.cursors.reset`."""
     rows = slots.shape[0]
     if rows:
         _launch_cursors("reset", rows, slots, ring_start, ring_len, rows, null_slot)
@@ -229,7 +172,7 @@ def launch_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot:
 def launch_drained(
     slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int
 ) -> None:
-    """CUDA implementation of :func:`.ops.drained`."""
+    """CUDA implementation of :func:`.cursors.drained`."""
     rows = slots.shape[0]
     if rows:
         _launch_cursors("drained", rows, slots, ring_start, ring_len, rows, capacity, null_slot)

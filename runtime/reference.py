@@ -174,7 +174,7 @@ def commit(
     capacity: int,
     null_slot: int,
 ) -> None:
-    """Advance the cursors after a step; see :func:`.ops.commit`."""
+    """Advance the cursors after a step; see :func:`.cursors.commit`."""
     row, slot = live_rows(slot_index, null_slot, len(ring_len))
     start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
     kept = accepted[row].clamp(0, num_tokens).to(ring_len.dtype)
@@ -184,14 +184,14 @@ def commit(
 
 
 def reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
-    """Empty rings; see :func:`.ops.reset`."""
+    """Empty rings; see :func:`.cursors.reset`."""
     _, slot = live_rows(slots, null_slot, len(ring_len))
     ring_start[slot] = 0
     ring_len[slot] = 0
 
 
 def drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
-    """Move past all ring tokens; see :func:`.ops.drained`."""
+    """Move past all ring tokens; see :func:`.cursors.drained`."""
     row, slot = live_rows(slots, null_slot, len(ring_len))
     start, length = live_cursors(row, slot, ring_start, ring_len, capacity, capacity)
     ring_start[slot] = (start + length) % capacity

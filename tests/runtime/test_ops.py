@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from replayssm_tune.runtime import checks, compiled, ops, signatures
+from replayssm_tune.runtime import compiled, contracts, ops, signatures
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError, ToolchainError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Trajectory
@@ -333,8 +333,11 @@ def at_the_start(given: dict[str, Any], name: str) -> torch.Tensor:
     return room[:SIZE].view(ROWS, HEADS, 8)
 
 
+APART = [argument.name for argument in contracts.MAMBA2_STEP.arguments if argument.apart]
+
+
 @pytest.mark.parametrize("place", [at_the_end, at_the_start])
-@pytest.mark.parametrize("name", checks.APART)
+@pytest.mark.parametrize("name", APART)
 def test_overlapping_outputs_are_refused_in_every_call(op: str, name: str, place: Any) -> None:
     given = arguments(op)
     if name not in given:
@@ -575,7 +578,8 @@ WITHOUT_TRITON = """
 import dataclasses, sys
 sys.modules["triton"] = None
 import torch
-from replayssm_tune.runtime import Spec, ToolchainError, make_cache, mamba2_step, ops, signatures, warmup
+from replayssm_tune.runtime import Spec, ToolchainError, make_cache, mamba2_step, warmup
+from replayssm_tune.runtime import operators, signatures
 
 spec = Spec("mamba2", "step", 4, 4, 1, 2, activation_dtype="fp32", ring_dtype="fp32")
 cache, slots = make_cache(spec, 1, 1, 1, "cpu"), torch.zeros(1, dtype=torch.int32)
@@ -589,7 +593,7 @@ calls = {
     "step": lambda: mamba2_step(
         row, row[..., 0], -row[0, 0, :1], row, row, **vars(cache), slot_index=slots, window=2
     ),
-    "reset": lambda: ops._late("launch_reset")(slots, cache.ring_start, cache.ring_len, -1),
+    "reset": lambda: operators.late("launch_reset")(slots, cache.ring_start, cache.ring_len, -1),
 }
 for name, call in calls.items():
     try:
@@ -617,8 +621,13 @@ def test_a_missing_c_compiler_is_told_and_other_errors_pass() -> None:
 
 def test_signature_says_what_a_launcher_needs() -> None:
     given = arguments()
-    signature = signatures.step_signature(*positional("step", given)[:18])
-    assert signature is signatures.step_signature(*positional("step", given | arguments(seed=3))[:18])
+
+    def signature_of(given: dict[str, Any]) -> Any:
+        ordered, count = positional("step", given), len(contracts.MAMBA2_STEP.arguments)
+        return signatures.signature_of(contracts.MAMBA2_STEP, ordered[:count], ordered[count:-1])
+
+    signature = signature_of(given)
+    assert signature is signature_of(given | arguments(seed=3))
     assert signature.spec.key == "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs"
     assert (signature.rows, signature.heads, signature.effective_batch) == (ROWS, HEADS, ROWS * HEADS)
     assert signature.strides["ring_x"] == (4 * 5 * 8, 5 * 8, 8, 1)
