@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         bytes_per_slot,
         commit,
         drained,
+        gdn_native_step,
+        gdn_step,
         make_cache,
         mamba2_native_step,
         mamba2_step,
@@ -43,8 +45,8 @@ else:
         "ToolchainError",
     )  # fmt: skip
     _OPS = (
-        "Cache", "bytes_per_slot", "commit", "drained", "make_cache", "mamba2_native_step", "mamba2_step",
-        "reset", "warmup",
+        "Cache", "bytes_per_slot", "commit", "drained", "gdn_native_step", "gdn_step", "make_cache",
+        "mamba2_native_step", "mamba2_step", "reset", "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
@@ -74,6 +76,8 @@ __all__ = [
     "bytes_per_slot",
     "commit",
     "drained",
+    "gdn_native_step",
+    "gdn_step",
     "make_cache",
     "mamba2_native_step",
     "mamba2_step",

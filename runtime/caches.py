@@ -16,8 +16,10 @@ from .spec import DTYPE_BYTES, Spec
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """The caches of one layer and the cursors of its cache group; shapes as in :func:`mamba2_step`.
+    """The caches of one layer and the cursors of its cache group; shapes as in :func:`.ops.mamba2_step`.
 
+    The fields are those of Mamba-2. In a cache of Gated DeltaNet ``ring_x``, ``ring_b`` and
+    ``ring_decay`` are what :func:`.ops.gdn_step` calls ``ring_u``, ``ring_k`` and ``ring_g``.
     ``dataclasses.replace(cache, ring_start=…, ring_len=…)`` ties another layer to the same cursors.
     """
 
@@ -27,6 +29,8 @@ class Cache:
     ring_decay: Tensor
     ring_start: Tensor
     ring_len: Tensor
+    family: str = "mamba2"
+    """As in :class:`.spec.Spec`: says by which names :meth:`tensors` gives the rings."""
 
     @property
     def capacity(self) -> int:
@@ -34,13 +38,16 @@ class Cache:
         return self.ring_x.shape[2]
 
     def tensors(self) -> dict[str, Any]:
-        """All tensors by the names of :func:`mamba2_step`'s arguments, for ``**cache.tensors()``."""
+        """All tensors by the names of the family's step, for ``**cache.tensors()``."""
         # Written out: torch.compile cannot trace `vars` of an object in every supported torch.
+        x, b, decay = (
+            ("ring_u", "ring_k", "ring_g") if self.family == "gdn" else ("ring_x", "ring_b", "ring_decay")
+        )
         return {
             "state": self.state,
-            "ring_x": self.ring_x,
-            "ring_b": self.ring_b,
-            "ring_decay": self.ring_decay,
+            x: self.ring_x,
+            b: self.ring_b,
+            decay: self.ring_decay,
             "ring_start": self.ring_start,
             "ring_len": self.ring_len,
         }
@@ -59,8 +66,8 @@ def make_cache(
     Args:
         spec: Shapes and dtypes.
         slots: Sequences there is room for, at least 1.
-        heads: Heads on this GPU.
-        groups: Groups on this GPU.
+        heads: Heads (GDN: value heads) on this GPU.
+        groups: Groups (GDN: key heads) on this GPU.
         device: Where to allocate.
         capacity: Tokens per ring, as in :func:`bytes_per_slot`.
 
@@ -80,6 +87,7 @@ def make_cache(
         ring_decay=zeros("fp32", heads, capacity),
         ring_start=torch.zeros(slots, dtype=torch.int32, device=device),
         ring_len=torch.zeros(slots, dtype=torch.int32, device=device),
+        family=spec.family,
     )
 
 
@@ -88,8 +96,8 @@ def bytes_per_slot(spec: Spec, heads: int, groups: int, capacity: int | None = N
 
     Args:
         spec: Shapes and dtypes.
-        heads: Heads on this GPU.
-        groups: Groups on this GPU.
+        heads: Heads (GDN: value heads) on this GPU.
+        groups: Groups (GDN: key heads) on this GPU.
         capacity: Tokens per ring; None is the least, ``window + num_tokens`` (0 for native).
 
     Raises:

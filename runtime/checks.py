@@ -147,7 +147,8 @@ def check_cursors(contract: Contract, tensors: Sequence[Tensor | None], scalars:
     if capacity < window + num_tokens:
         raise ArgumentError(
             f"{contract.name}: capacity is {capacity}, too small for window {window}: rings need window + "
-            f"num_tokens = {window + num_tokens}; pass the capacity of the step's rings (ring_x.shape[2])"
+            f"num_tokens = {window + num_tokens}; pass the capacity of the step's rings: dimension 2 of "
+            "ring_x or ring_u"
         )
 
 

@@ -166,6 +166,60 @@ MAMBA2_NATIVE_STEP: Final = Contract(
     op="native_step",
 )
 
+_GDN_DIMS: Final = {
+    "heads": "value_heads",
+    "groups": "key_heads",
+    "head_dim": "value_dim",
+    "state_size": "key_dim",
+}
+_GDN_INPUTS: Final = (
+    Argument("q", ("rows", "groups", "state_size"), "v", "c", apart=True),
+    Argument("k", ("rows", "groups", "state_size"), "v", "b", apart=True),
+    Argument("v", ("rows", "heads", "head_dim"), FLOATS, "x", apart=True),
+    Argument("a", ("rows", "heads"), FLOATS, "dt", apart=True),
+    Argument("b", ("rows", "heads"), FLOATS, "beta", apart=True),
+    Argument("A_log", ("heads",), ("fp32",), "a"),
+    Argument("dt_bias", ("heads",), FLOATS, optional=True),
+    Argument("state", ("slots", "heads", "head_dim", "state_size"), FLOATS, written=True, apart=True),
+)
+_GDN_OUT: Final = Argument("out", ("rows", "heads", "head_dim"), "v", optional=True, written=True)
+_RING_U: Final = Argument(
+    "ring_u", ("slots", "heads", "capacity", "head_dim"), FLOATS, "ring_x", written=True, apart=True
+)
+_RING_K: Final = Argument(
+    "ring_k", ("slots", "groups", "capacity", "state_size"), "ring_u", "ring_b", written=True, apart=True
+)
+_RING_G: Final = Argument(
+    "ring_g", ("slots", "heads", "capacity"), ("fp32",), "ring_decay", written=True, apart=True
+)
+
+GDN_STEP: Final = Contract(
+    "gdn_step",
+    (
+        *_GDN_INPUTS,
+        _RING_U,
+        _RING_K,
+        _RING_G,
+        *_READ_CURSORS,
+        _SLOT_INDEX,
+        _GDN_OUT,
+    ),
+    (("int", "window"), ("bool", "qk_l2norm")),
+    sized_by=("v", "k", "state", "ring_u"),
+    family="gdn",
+    op="step",
+    dim_names=_GDN_DIMS,
+)
+GDN_NATIVE_STEP: Final = Contract(
+    "gdn_native_step",
+    (*_GDN_INPUTS, _SLOT_INDEX, _GDN_OUT),
+    (("bool", "qk_l2norm"),),
+    sized_by=("v", "k", "state"),
+    family="gdn",
+    op="native_step",
+    dim_names=_GDN_DIMS,
+)
+
 _CURSORS: Final = (
     Argument("ring_start", ("slots",), ("i32",), written=True),
     Argument("ring_len", ("slots",), ("i32",), written=True),

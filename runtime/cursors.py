@@ -38,7 +38,7 @@ def commit(
         slot_index: (rows,) int32 or int64, as in the step; no live slot twice.
         window: As in the step.
         num_tokens: Tokens per row that the step was given.
-        capacity: Tokens a ring has room for: ``ring_x.shape[2]``.
+        capacity: Tokens a ring has room for: dimension 2 of ``ring_x``, or of ``ring_u``.
         null_slot: As in the step.
 
     Raises:
@@ -72,7 +72,7 @@ def drained(
         slots: (n,) int32 or int64, distinct; negative ones and ``null_slot`` are skipped.
         ring_start: (slots,) int32; moved by ``ring_len`` (mod capacity).
         ring_len: (slots,) int32; set to 0.
-        capacity: Tokens a ring has room for: ``ring_x.shape[2]``.
+        capacity: Tokens a ring has room for: dimension 2 of ``ring_x``, or of ``ring_u``.
         null_slot: Slot to skip.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import reference
 from .caches import Cache, bytes_per_slot, make_cache
-from .contracts import MAMBA2_NATIVE_STEP, MAMBA2_STEP
+from .contracts import GDN_NATIVE_STEP, GDN_STEP, MAMBA2_NATIVE_STEP, MAMBA2_STEP
 from .cursors import commit, drained, reset
 from .errors import ToolchainError
 from .operators import NAMESPACE, StepOperator, late
@@ -35,6 +35,8 @@ __all__ = [
     "bytes_per_slot",
     "commit",
     "drained",
+    "gdn_native_step",
+    "gdn_step",
     "make_cache",
     "mamba2_native_step",
     "mamba2_step",
@@ -44,6 +46,8 @@ __all__ = [
 
 _mamba2_step: Final = StepOperator(MAMBA2_STEP, reference.mamba2_step).call
 _mamba2_native_step: Final = StepOperator(MAMBA2_NATIVE_STEP, reference.mamba2_native_step).call
+_gdn_step: Final = StepOperator(GDN_STEP, reference.gdn_step).call
+_gdn_native_step: Final = StepOperator(GDN_NATIVE_STEP, reference.gdn_native_step).call
 _compile_ahead: Final = late("compile_ahead")
 
 
@@ -140,6 +144,103 @@ def mamba2_native_step(
     """
     tensors = (x, dt, A, B, C, D, z, dt_bias, state, slot_index, out)
     return _mamba2_native_step(tensors, (dt_softplus,), null_slot)
+
+
+def gdn_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    *,
+    state: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    window: int,
+    dt_bias: Tensor | None = None,
+    qk_l2norm: bool = True,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One decode step of Gated DeltaNet with a ring: outputs from old state and ring, a fold when it is full.
+
+    ``g = -exp(A_log) softplus(a + dt_bias)``, ``beta = sigmoid(b)``, ``u = beta (v - exp(g) S k)``,
+    ``S = exp(g) S + u k^T``, ``y = S q``, where q and k are first divided by
+    ``sqrt(sum of squares + 1e-6)`` if ``qk_l2norm``, and q is always scaled by ``key_dim ** -0.5``
+    (Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024). The ring holds u, k and g, so that replaying
+    it has no serial dependency. A row flushes iff ``ring_len + 1 > window``: its ring tokens are folded
+    into ``state``. The new token is appended to the ring either way. Cursors are only read; :func:`commit`
+    moves them, once per step after the last layer. Between a flushing step and its commit nothing else may
+    read the slot.
+
+    The innermost dimension of every tensor is contiguous, other strides are free: q, k and v may be views
+    of one packed tensor. Outputs beyond the range of a 16-bit dtype become infinite; the state is not
+    affected unless a ring of that dtype overflows too. Padded rows write zeros to their output and touch
+    nothing else.
+
+    Args:
+        q: (rows, key_heads, key_dim), dtype of v.
+        k: (rows, key_heads, key_dim), dtype of v. Value heads share a key head's q and k.
+        v: (rows, value_heads, value_dim), fp32, bf16 or fp16: the activation dtype.
+        a: (rows, value_heads), fp32, bf16 or fp16, raw decay gate.
+        b: (rows, value_heads), fp32, bf16 or fp16, raw writing strength.
+        A_log: (value_heads,) fp32.
+        state: (slots, value_heads, value_dim, key_dim), fp32, bf16 or fp16; written by flushing rows.
+        ring_u: (slots, value_heads, capacity, value_dim), activation dtype or fp32; ``u`` is appended.
+        ring_k: (slots, key_heads, capacity, key_dim), dtype of ring_u; k is appended, normalised if
+            ``qk_l2norm``.
+        ring_g: (slots, value_heads, capacity) fp32; ``g`` is appended.
+        ring_start: (slots,) int32, index of each ring's oldest token, below the capacity.
+        ring_len: (slots,) int32, tokens in each ring, at most ``window``.
+        slot_index: (rows,) int32 or int64.
+        window: Tokens a ring holds before it is folded, 1 to 64; capacity is at least window + 1.
+        dt_bias: (value_heads,), fp32, bf16 or fp16.
+        qk_l2norm: q and k are normalised here; False if the caller has done it.
+        null_slot: Slot that marks padding besides negative ones.
+        out: (rows, value_heads, value_dim), activation dtype, memory of its own; None allocates it. An
+            overlap with caches, q, k, v, a or b is refused (in eager calls, from first to last byte).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ArgumentError: A tensor does not fit, or something is no tensor; the message says which, where
+            and what to do.
+        SpecError: No kernel serves the key or value dim, window or dtypes.
+        ToolchainError: CUDA tensors, and triton or the C compiler is missing.
+    """
+    tensors = (
+        q, k, v, a, b, A_log, dt_bias, state, ring_u, ring_k, ring_g, ring_start, ring_len, slot_index, out,
+    )  # fmt: skip
+    return _gdn_step(tensors, (window, qk_l2norm), null_slot)
+
+
+def gdn_native_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    *,
+    state: Tensor,
+    slot_index: Tensor,
+    dt_bias: Tensor | None = None,
+    qk_l2norm: bool = True,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One decode step of Gated DeltaNet that reads and writes the state: the baseline without a ring.
+
+    Arguments, result and errors are those of :func:`gdn_step`; every live row's state is written.
+    """
+    tensors = (q, k, v, a, b, A_log, dt_bias, state, slot_index, out)
+    return _gdn_native_step(tensors, (qk_l2norm,), null_slot)
 
 
 def warmup(
