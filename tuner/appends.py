@@ -36,10 +36,13 @@ class Append:
     """Absolute errors allowed, broadcastable to ``entry``; 0 for copies, which are bit-identical."""
 
     def wrong(self, found: Entry) -> tuple[Tensor, Tensor, Tensor]:
-        """Counts of values of x, b and decay that are not as expected; scalars on the device."""
+        """Counts of values of b, decay and x that are not as expected; scalars on the device.
+
+        In this order, since a u of GDN that is made with a wrong k or gate is wrong as well.
+        """
         triples = zip(found, self.entry, self.tolerance, strict=True)
         x, b, decay = ((~((value - exact).abs() <= bound)).sum() for value, exact, bound in triples)
-        return x, b, decay
+        return b, decay, x
 
 
 def expected_append(spec: Spec, recurrence: Recurrence, pool: Pool, step: Step) -> Append:

@@ -150,9 +150,13 @@ def fault_names(spec: Spec) -> tuple[str, ...]:
         return everywhere
     if spec.family == "gdn":
         k = "ring k is inexact" if spec.qk_l2norm else "ring k differs from the inputs"
-        return (*everywhere, "ring u is inexact", k, "ring gates are inexact")
-    inputs = ("ring x differs from the inputs", "ring B differs from the inputs")
-    return (*everywhere, *inputs, "ring step sizes are inexact")
+        return (*everywhere, k, "ring gates are inexact", "ring u is inexact")
+    b, decay, x = (
+        "ring B differs from the inputs",
+        "ring step sizes are inexact",
+        "ring x differs from the inputs",
+    )
+    return (*everywhere, b, decay, x)
 
 
 class PlanRunner:
