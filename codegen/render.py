@@ -45,6 +45,10 @@ def split_terms(spec: Spec) -> bool:
     return spec.ring_dtype == "bf16"
 
 
+_READS: Final = {"mamba2": (("", "c", "c"),), "gdn": (("", "c", "c"), ("_k", "key", "b"))}
+"""Vectors a family reads the state with: suffix of what comes of it, its name, its tensor."""
+
+
 @functools.lru_cache(maxsize=4096)
 def render(spec: Spec, structure: Structure) -> str:
     """Source of the module of ``structure`` for ``spec``.
@@ -67,6 +71,7 @@ def render(spec: Spec, structure: Structure) -> str:
             head_dim_block=next_power_of_two(spec.head_dim),
             group_block=next_power_of_two(spec.heads_per_group),
             split_terms=split_terms(spec),
+            reads=_READS[spec.family],
         )
     )
     return _tidy(source)

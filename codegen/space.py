@@ -95,6 +95,11 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     )
 
 
+def _precomputed(spec: Spec, variant: Variant) -> bool:
+    # In GDN what the ring gets (u) and what y takes of it hang on the read-out: little is left to compute ahead.
+    return variant.structure.coefficients == "inline" or spec.family == "mamba2"
+
+
 def _early(spec: Spec, variant: Variant) -> bool:
     structure, tile = variant.structure, variant.tile
     return structure.load != "early" or (
@@ -167,6 +172,7 @@ def _registers(spec: Spec, variant: Variant) -> bool:
 
 CONSTRAINTS: Final = (
     Constraint("axis of another role", _own_axes),
+    Constraint("coefficients by a kernel of their own: Mamba-2", _precomputed),
     Constraint("early load: one head, inline, the whole state", _early),
     Constraint("read-out by dot: dtypes and whole rows", _dot_readout),
     Constraint("scores by dot: 16-bit ring", _dot_scores),

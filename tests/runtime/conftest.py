@@ -16,7 +16,8 @@ from replayssm_tune.runtime import modules, ops
 from replayssm_tune.runtime.compiled import ModuleSource
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
-from replayssm_tune.tuner.trajectory import Pool, Step, Trajectory, relative_rms
+from replayssm_tune.tuner.pool import Pool
+from replayssm_tune.tuner.trajectory import Step, Trajectory, relative_rms
 
 
 @dataclass

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from replayssm_tune.codegen.render import render_cursors
 from replayssm_tune.runtime import ops, reference
-from replayssm_tune.tuner.trajectory import Trajectory, make_pool
+from replayssm_tune.tuner.pool import make_pool
+from replayssm_tune.tuner.trajectory import Trajectory
 
 
 @st.composite

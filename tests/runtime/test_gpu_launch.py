@@ -21,7 +21,8 @@ from replayssm_tune.codegen.targets import find
 from replayssm_tune.runtime import compiled, launch, lookup, ops, reference
 from replayssm_tune.runtime.errors import DispatchError
 from replayssm_tune.runtime.spec import Spec
-from replayssm_tune.tuner.trajectory import Trajectory, make_pool
+from replayssm_tune.tuner.pool import make_pool
+from replayssm_tune.tuner.trajectory import Trajectory
 from tests.runtime.calls import CACHES, CURSORS, P64, P64_BF16, call, commit, copied, random_call
 
 

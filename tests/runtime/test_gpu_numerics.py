@@ -15,7 +15,7 @@ import torch
 from replayssm_tune.codegen.space import broken_constraint
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.compiled import ModuleSource
-from replayssm_tune.runtime.oracle import Oracle
+from replayssm_tune.runtime.oracle import Mamba2, Oracle
 from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR, Gate
@@ -204,7 +204,7 @@ def test_error_does_not_grow_over_a_long_run(device: str, renders: None) -> None
     cache.state.copy_(normal(*cache.state.shape).to(device))
     slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
     sequences = torch.arange(rows, device=device)
-    oracle = Oracle(cache.state[slots.long()], A, D=D, dt_bias=dt_bias)
+    oracle = Oracle(cache.state[slots.long()], Mamba2(A, D=D, dt_bias=dt_bias))
     out, errors = torch.empty_like(x[0]), []
     length = torch.zeros(rows, dtype=torch.int32)
     for token in range(tokens):

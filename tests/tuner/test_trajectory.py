@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from replayssm_tune.runtime.spec import Spec
-from replayssm_tune.tuner.trajectory import Trajectory, make_pool, relative_rms
+from replayssm_tune.tuner.pool import make_pool
+from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
 
 SPEC = Spec("mamba2", "step", head_dim=6, state_size=10, heads_per_group=2, window=3)
 
