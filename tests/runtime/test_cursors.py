@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def test_appends_never_meet_live_entries(ring: tuple[int, int, int, int, int], a
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 6), st.integers(0, 3), st.data())
-def test_a_step_appends_behind_any_ring(window: int, spare: int, data: st.DataObject) -> None:
+def test_a_step_appends_behind_any_ring(family: str, window: int, spare: int, data: st.DataObject) -> None:
     """The op itself, at any start and fill: live entries keep their bits, dead ones may be NaN."""
     capacity = window + 1 + spare
     start, length = data.draw(st.integers(0, capacity - 1)), data.draw(st.integers(0, window))
@@ -64,23 +65,30 @@ def test_a_step_appends_behind_any_ring(window: int, spare: int, data: st.DataOb
         torch.full((1, 1, capacity), float("nan")),
     )
     live = [(start + j) % capacity for j in range(length)]
-    ring_x[:, :, live], ring_b[:, :, live], ring_decay[:, :, live] = 1.0, 2.0, 0.5
-    before = ring_x.clone()
+    ring_x[:, :, live], ring_b[:, :, live], ring_decay[:, :, live] = 1.0, 2.0, -0.5
+    before = [ring.clone() for ring in (ring_x, ring_b, ring_decay)]
     state = torch.ones(1, 1, 2, 3)
-    y = ops.mamba2_step(
-        torch.full((1, 1, 2), 7.0), torch.zeros(1, 1), -torch.ones(1),
-        torch.ones(1, 1, 3), torch.ones(1, 1, 3),
-        state=state, ring_x=ring_x, ring_b=ring_b, ring_decay=ring_decay,
-        ring_start=torch.tensor([start], dtype=torch.int32),
-        ring_len=torch.tensor([length], dtype=torch.int32),
-        slot_index=torch.zeros(1, dtype=torch.int32), window=window,
+    cache = ops.Cache(
+        state, ring_x, ring_b, ring_decay, torch.tensor([start], dtype=torch.int32),
+        torch.tensor([length], dtype=torch.int32), family,
     )  # fmt: skip
+    # A token that writes 7: what GDN's state recalls for a key of zeros is 0, and a gate of 50 lets all in.
+    x, key, one = torch.full((1, 1, 2), 7.0), torch.full((1, 1, 3), float(family != "gdn")), torch.zeros(1, 1)
+    common: dict[str, Any] = {"slot_index": torch.zeros(1, dtype=torch.int32), "window": window}
+    if family == "gdn":
+        y = ops.gdn_step(key + 1, key, x, one, one + 50, one[0], **common, **cache.tensors())
+    else:
+        y = ops.mamba2_step(x, one, one[0] - 1, key, key, **common, **cache.tensors())
     assert y.isfinite().all()
     assert state.isfinite().all()
     append = (start + length) % capacity
-    expected = before.clone()
-    expected[:, :, append] = 7.0
-    assert torch.equal(expected.nan_to_num(-1.0), ring_x.nan_to_num(-1.0))
+    for ring, old, new in zip((ring_x, ring_b), before, (7.0, float(family != "gdn")), strict=False):
+        old[:, :, append] = new
+        assert torch.equal(old.nan_to_num(-1.0), ring.nan_to_num(-1.0))
+    sizes = torch.tensor(-math.log(2.0) if family == "gdn" else math.log(2.0))
+    torch.testing.assert_close(ring_decay[0, 0, append], sizes)
+    before[2][:, :, append] = ring_decay[:, :, append]
+    assert torch.equal(before[2].nan_to_num(-1.0), ring_decay.nan_to_num(-1.0))
     assert bool((state != 1.0).any()) == (length + 1 > window)
 
 

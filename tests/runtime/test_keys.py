@@ -28,27 +28,35 @@ OTHER_SPECS: dict[str, dict[str, Any]] = {
     "has_dt_bias": {"has_dt_bias": False},
     "dt_softplus": {"dt_softplus": False},
 }
-ONE_VALUE = {"family", "num_tokens"}
+GDN = dataclasses.replace(SPEC, family="gdn", has_d=False)
+# Likewise, of the other family.
+OTHER_GDN: dict[str, dict[str, Any]] = {
+    "family": {"family": "mamba2"},
+    "qk_l2norm": {"qk_l2norm": True},
+}
+ONE_VALUE = {"num_tokens"}
 """Fields that this version gives one value."""
 
 
 def test_every_spec_field_is_in_the_collision_test():
-    assert {f.name for f in dataclasses.fields(Spec)} == set(OTHER_SPECS) | ONE_VALUE
+    assert {f.name for f in dataclasses.fields(Spec)} == {*OTHER_SPECS, *OTHER_GDN} | ONE_VALUE
 
 
-@pytest.mark.parametrize("field", OTHER_SPECS)
+@pytest.mark.parametrize("field", [*OTHER_SPECS, *OTHER_GDN])
 def test_a_changed_spec_field_changes_key_and_hash(field):
-    other = dataclasses.replace(SPEC, **OTHER_SPECS[field])
-    assert other.key != SPEC.key
-    assert other != SPEC
-    assert len({SPEC, other}) == 2
+    spec, changes = (SPEC, OTHER_SPECS) if field in OTHER_SPECS else (GDN, OTHER_GDN)
+    other = dataclasses.replace(spec, **changes[field])
+    assert other.key != spec.key
+    assert other != spec
+    assert len({spec, other}) == 2
+    assert Spec.parse(other.key) == other
 
 
 @pytest.mark.parametrize("field", sorted(ONE_VALUE))
 def test_fields_of_one_value_are_in_the_key_already(field):
     # Forced past the checks: once a second value is allowed, keys must differ.
     other = dataclasses.replace(SPEC)
-    object.__setattr__(other, field, "gdn" if field == "family" else 4)
+    object.__setattr__(other, field, 4)
     assert other.key != SPEC.key
 
 

@@ -16,57 +16,101 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replayssm_tune.runtime import compiled, contracts, ops, signatures
+from replayssm_tune.runtime.abi import tensor_arguments
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError, ToolchainError
+from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Trajectory
 
 HEADS, GROUPS, ROWS, SLOTS, WINDOW = 4, 2, 3, 6, 4
 
 
-def arguments(op: str = "step", seed: int = 0, rows: int = ROWS, **changes: Any) -> dict[str, Any]:
+STEPS = ("mamba2_step", "gdn_step")
+CONTRACTS = {
+    contract.name: contract
+    for contract in (
+        contracts.MAMBA2_STEP,
+        contracts.MAMBA2_NATIVE_STEP,
+        contracts.GDN_STEP,
+        contracts.GDN_NATIVE_STEP,
+    )
+}
+
+
+@pytest.fixture(params=CONTRACTS)
+def op(request: pytest.FixtureRequest) -> str:
+    """Every step, by the name of its public function."""
+    return str(request.param)
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest) -> str:
+    """Every step with a ring."""
+    return str(request.param)
+
+
+def named(op: str, kernel: str) -> str:
+    """What the public function calls a kernel's argument."""
+    contract = CONTRACTS[op]
+    return contract.names[contract.kernel_names.index(kernel)]
+
+
+def spec_of(op: str, **changes: Any) -> Spec:
+    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": HEADS // GROUPS}
+    fields |= {"window": WINDOW, "activation_dtype": "fp32", "ring_dtype": "fp32"} | changes
+    if CONTRACTS[op].family == "gdn":
+        fields |= {"has_d": False, "qk_l2norm": True}
+    return Spec(CONTRACTS[op].family, "step", **fields)
+
+
+def inputs_of(op: str, rows: int, heads: int, groups: int, p: int, n: int, draw: Any) -> dict[str, Any]:
+    """Inputs of a step, all optional ones given; ``draw(*shape)`` draws each."""
+    shapes: dict[str, tuple[int, ...]]
+    if CONTRACTS[op].family == "gdn":
+        shapes = {"q": (rows, groups, n), "k": (rows, groups, n), "v": (rows, heads, p)}
+        shapes |= {"a": (rows, heads), "b": (rows, heads), "A_log": (heads,), "dt_bias": (heads,)}
+        return {name: draw(*shape) for name, shape in shapes.items()}
+    shapes = {"x": (rows, heads, p), "dt": (rows, heads), "A": (heads,), "B": (rows, groups, n)}
+    shapes |= {"C": (rows, groups, n), "D": (heads,), "z": (rows, heads, p), "dt_bias": (heads,)}
+    given = {name: draw(*shape) for name, shape in shapes.items()}
+    return given | {"A": -given["A"].exp()}
+
+
+def arguments(op: str = "mamba2_step", seed: int = 0, rows: int = ROWS, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of a legal call, all optional inputs given."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g)
 
-    spec = Spec("mamba2", "step", 8, 16, HEADS // GROUPS, WINDOW, activation_dtype="fp32", ring_dtype="fp32")
-    cache = ops.make_cache(spec, SLOTS, HEADS, GROUPS, "cpu")
+    cache = ops.make_cache(spec_of(op), SLOTS, HEADS, GROUPS, "cpu")
     cache.state.copy_(randn(*cache.state.shape))
-    given: dict[str, Any] = {
-        "x": randn(rows, HEADS, 8),
-        "dt": randn(rows, HEADS),
-        "A": -randn(HEADS).exp(),
-        "B": randn(rows, GROUPS, 16),
-        "C": randn(rows, GROUPS, 16),
-        "D": randn(HEADS),
-        "z": randn(rows, HEADS, 8),
-        "dt_bias": randn(HEADS),
+    given: dict[str, Any] = inputs_of(op, rows, HEADS, GROUPS, 8, 16, randn) | {
         "state": cache.state,
         "slot_index": torch.randperm(SLOTS, generator=g)[:rows].int(),
     }
-    if op == "step":
-        rings = ("ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
-        given |= {name: getattr(cache, name) for name in rings} | {"window": WINDOW}
+    if op in STEPS:
+        given |= cache.tensors() | {"window": WINDOW}
         cache.ring_len.copy_(torch.tensor([0, 4, 0, 4, 0, 4]))
     return given | changes
 
 
 def call(op: str, given: dict[str, Any]) -> torch.Tensor:
-    return ops.mamba2_step(**given) if op == "step" else ops.mamba2_native_step(**given)
+    y: torch.Tensor = getattr(ops, op)(**given)
+    return y
 
 
 def overload(op: str) -> Any:
-    return (
-        getattr(torch.ops, ops.NAMESPACE).mamba2_step.default
-        if op == "step"
-        else (getattr(torch.ops, ops.NAMESPACE).mamba2_native_step.default)
-    )
+    return getattr(getattr(torch.ops, ops.NAMESPACE), op).default
+
+
+def output_like(op: str, given: dict[str, Any]) -> torch.Tensor:
+    return torch.empty_like(given[named(op, "x")])
 
 
 def positional(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """Arguments in the order of the operator's schema."""
-    full = {"dt_softplus": True, "null_slot": -1, "out": torch.empty_like(given["x"])} | given
+    full = {"dt_softplus": True, "qk_l2norm": True, "null_slot": -1, "out": output_like(op, given)} | given
     return tuple(full[argument.name] for argument in overload(op)._schema.arguments)
 
 
@@ -81,6 +125,8 @@ def test_mutation_lists_are_exact() -> None:
 
     assert written("mamba2_step") == {"state", "ring_x", "ring_b", "ring_decay", "out"}
     assert written("mamba2_native_step") == {"state", "out"}
+    assert written("gdn_step") == {"state", "ring_u", "ring_k", "ring_g", "out"}
+    assert written("gdn_native_step") == {"state", "out"}
     for name in ("commit", "reset", "drained"):
         assert written(name) == {"ring_start", "ring_len"}
 
@@ -89,7 +135,7 @@ def test_mutation_lists_are_exact() -> None:
 def test_opcheck(op: str, optional: bool) -> None:
     given = arguments(op)
     if not optional:
-        given |= {"D": None, "z": None, "dt_bias": None}
+        given |= {name: None for name in ("D", "z", "dt_bias") if name in given}
     torch.library.opcheck(overload(op), positional(op, given))
 
 
@@ -106,9 +152,10 @@ def test_opcheck_of_cursor_ops() -> None:
 
 def step_and_commit(op: str, given: dict[str, Any]) -> torch.Tensor:
     y = call(op, given) * 2
-    if op == "step":
+    if op in STEPS:
         cursors = {name: given[name] for name in ("ring_start", "ring_len", "slot_index", "window")}
-        ops.commit(torch.ones_like(given["slot_index"]), capacity=given["ring_x"].shape[2], **cursors)
+        capacity = given[named(op, "ring_x")].shape[2]
+        ops.commit(torch.ones_like(given["slot_index"]), capacity=capacity, **cursors)
     return y
 
 
@@ -122,7 +169,7 @@ def test_compiles_as_one_graph(op: str, dynamic: bool) -> None:
         for name, value in eager.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(traced[name], value), name
-    if op == "step":
+    if op in STEPS:
         assert bool((eager["ring_len"] != arguments(op, rows=rows)["ring_len"]).any())
 
 
@@ -148,25 +195,26 @@ def test_compiled_strided_caches_keep_their_gaps(op: str) -> None:
     assert padded[..., 16:].isnan().all()
 
 
-def test_compiled_function_takes_a_cache() -> None:
+def test_compiled_function_takes_a_cache(step: str) -> None:
     """As documented: `vars` of a frozen dataclass cannot be traced in every torch."""
-    given = arguments()
-    cache = ops.Cache(**{field.name: given.pop(field.name) for field in dataclasses.fields(ops.Cache)})
-    assert cache.tensors() == vars(cache)
+    given, family = arguments(step), CONTRACTS[step].family
+    caches = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
+    cache = ops.Cache(**{name: given.pop(named(step, name)) for name in caches}, family=family)
+    assert [*cache.tensors().values()] == [getattr(cache, name) for name in caches]
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda: ops.mamba2_step(**given, **cache.tensors()), fullgraph=True, backend="aot_eager"
-    )
-    assert torch.equal(compiled(), call("step", arguments()))
-    assert not torch.equal(cache.ring_x, arguments()["ring_x"])
+    compiled = torch.compile(lambda: call(step, given | cache.tensors()), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(), call(step, arguments(step)))
+    assert not torch.equal(cache.ring_x, arguments(step)[named(step, "ring_x")])
 
 
-def one_pool(given: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+def one_pool(op: str) -> tuple[torch.Tensor, dict[str, Any]]:
     """The arguments with bf16 activations, caches one after the other in one byte pool."""
-    halves = ("x", "B", "C", "z", "ring_x", "ring_b")
-    given = given | {name: given[name].bfloat16() for name in halves}
+    given = arguments(op)
+    halves = {"x", "b", "c", "z", "ring_x", "ring_b"} & {*CONTRACTS[op].kernel_names}
+    for name in (named(op, kernel) for kernel in halves):
+        given[name] = given[name].bfloat16()
     storage, offset = torch.zeros(1 << 16, dtype=torch.uint8), 0
-    for name in ("state", "ring_x", "ring_b", "ring_decay"):
+    for name in (named(op, kernel) for kernel in ("state", "ring_x", "ring_b", "ring_decay")):
         cache = given[name]
         size = cache.numel() * cache.element_size()
         given[name] = storage[offset : offset + size].view(cache.dtype).view(cache.shape).copy_(cache)
@@ -174,12 +222,12 @@ def one_pool(given: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     return storage, given
 
 
-def test_compiled_regions_of_one_byte_pool_are_written() -> None:
+def test_compiled_regions_of_one_byte_pool_are_written(step: str) -> None:
     """Views of different dtypes that lie one after the other in a pool."""
     torch._dynamo.reset()
-    (expected, eager), (storage, traced) = one_pool(arguments()), one_pool(arguments())
-    y = torch.compile(call, fullgraph=True, backend="aot_eager")("step", traced)
-    assert torch.equal(y, call("step", eager))
+    (expected, eager), (storage, traced) = one_pool(step), one_pool(step)
+    y = torch.compile(call, fullgraph=True, backend="aot_eager")(step, traced)
+    assert torch.equal(y, call(step, eager))
     assert torch.equal(storage, expected)
 
 
@@ -219,18 +267,18 @@ def test_modes_and_subclasses_see_the_operator(op: str) -> None:
 
     with Record():
         call(op, arguments(op))
-    assert any(name.startswith(f"{ops.NAMESPACE}.mamba2_") for name in seen)
+    assert any(name.startswith(f"{ops.NAMESPACE}.{op}") for name in seen)
 
 
 def test_gradients_are_refused_unless_switched_off(op: str) -> None:
     given = arguments(op)
-    given["D"] = torch.nn.Parameter(given["D"])
-    with pytest.raises(ArgumentError, match=r"D requires a gradient.*no_grad"):
+    given["dt_bias"] = torch.nn.Parameter(given["dt_bias"])
+    with pytest.raises(ArgumentError, match=r"dt_bias requires a gradient.*no_grad"):
         call(op, given)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             assert call(op, given).isfinite().all()
-    with pytest.raises(ArgumentError, match="D requires a gradient"):
+    with pytest.raises(ArgumentError, match="dt_bias requires a gradient"):
         call(op, given)
 
 
@@ -239,19 +287,50 @@ def fp64(given: dict[str, Any], name: str) -> torch.Tensor:
     return tensor.double()
 
 
-BAD: list[tuple[str, Any, type[ReplayError], str]] = [
-    ("x", lambda g: g["x"][0], ArgumentError, r"x has shape \(4, 8\).*rows, heads, head_dim"),
-    ("x", lambda g: fp64(g, "x"), SpecError, "activation_dtype 'float64'"),
-    ("dt", lambda g: g["dt"][:, :2], ArgumentError, r"dt has shape \(3, 2\); expected \(3, 4\)"),
-    ("dt", lambda g: fp64(g, "dt"), ArgumentError, "dt is float64; expected fp32 or bf16 or fp16"),
-    ("A", lambda g: g["A"].bfloat16(), ArgumentError, "A is bf16; expected fp32"),
-    ("A", lambda g: g["A"][:, None].expand(4, 8), ArgumentError, r"A has shape \(4, 8\); expected \(4,\)"),
-    ("B", lambda g: torch.zeros(3, 3, 16), ArgumentError, "4 heads .* cannot be divided among 3 groups"),
-    ("B", lambda g: g["B"].bfloat16(), ArgumentError, "B is bf16; expected fp32"),
-    ("C", lambda g: g["C"][:, :1], ArgumentError, "C has shape"),
-    ("C", lambda g: g["C"].mT.contiguous().mT, ArgumentError, "innermost dimension of C has stride 2"),
-    ("D", lambda g: torch.zeros(5), ArgumentError, r"D has shape \(5,\); expected \(4,\)"),
-    ("z", lambda g: g["z"][:2], ArgumentError, "z has shape"),
+Bad = tuple[str, Any, type[ReplayError], str]
+BAD: dict[str, list[Bad]] = {
+    "mamba2": [
+        ("x", lambda g: g["x"][0], ArgumentError, r"x has shape \(4, 8\).*rows, heads, head_dim"),
+        ("x", lambda g: fp64(g, "x"), SpecError, "activation_dtype 'float64'"),
+        ("dt", lambda g: g["dt"][:, :2], ArgumentError, r"dt has shape \(3, 2\); expected \(3, 4\)"),
+        ("dt", lambda g: fp64(g, "dt"), ArgumentError, "dt is float64; expected fp32 or bf16 or fp16"),
+        ("A", lambda g: g["A"].bfloat16(), ArgumentError, "A is bf16; expected fp32"),
+        (
+            "A",
+            lambda g: g["A"][:, None].expand(4, 8),
+            ArgumentError,
+            r"A has shape \(4, 8\); expected \(4,\)",
+        ),
+        ("B", lambda g: torch.zeros(3, 3, 16), ArgumentError, "4 heads .* cannot be divided among 3 groups"),
+        ("B", lambda g: g["B"].bfloat16(), ArgumentError, "B is bf16; expected fp32"),
+        ("C", lambda g: g["C"][:, :1], ArgumentError, "C has shape"),
+        ("C", lambda g: g["C"].mT.contiguous().mT, ArgumentError, "innermost dimension of C has stride 2"),
+        ("D", lambda g: torch.zeros(5), ArgumentError, r"D has shape \(5,\); expected \(4,\)"),
+        ("z", lambda g: g["z"][:2], ArgumentError, "z has shape"),
+    ],
+    "gdn": [
+        ("v", lambda g: g["v"][0], ArgumentError, r"v has shape \(4, 8\).*rows, value_heads, value_dim"),
+        ("v", lambda g: fp64(g, "v"), SpecError, "activation_dtype 'float64'"),
+        ("q", lambda g: g["q"][:, :1], ArgumentError, r"q has shape \(3, 1, 16\); expected \(3, 2, 16\)"),
+        ("q", lambda g: g["q"].mT.contiguous().mT, ArgumentError, "innermost dimension of q has stride 2"),
+        ("q", lambda g: g["q"].bfloat16(), ArgumentError, "q is bf16; expected fp32"),
+        ("k", lambda g: g["k"][0], ArgumentError, r"k has shape \(2, 16\).*rows, key_heads, key_dim"),
+        (
+            "k",
+            lambda g: torch.zeros(3, 3, 16),
+            ArgumentError,
+            r"4 value heads \(v, dimension 1\) cannot be divided among 3 key heads \(k, dimension 1\)",
+        ),
+        ("k", lambda g: g["k"].half(), ArgumentError, "k is fp16; expected fp32"),
+        ("a", lambda g: g["a"][:, :2], ArgumentError, r"a has shape \(3, 2\); expected \(3, 4\)"),
+        ("a", lambda g: fp64(g, "a"), ArgumentError, "a is float64; expected fp32 or bf16 or fp16"),
+        ("b", lambda g: g["b"][:2], ArgumentError, r"b has shape \(2, 4\); expected \(3, 4\)"),
+        ("b", lambda g: g["b"].long(), ArgumentError, "b is i64; expected fp32 or bf16 or fp16"),
+        ("A_log", lambda g: g["A_log"].bfloat16(), ArgumentError, "A_log is bf16; expected fp32"),
+        ("A_log", lambda g: torch.zeros(2), ArgumentError, r"A_log has shape \(2,\); expected \(4,\)"),
+    ],
+}
+BAD_ANYWHERE: list[Bad] = [
     ("dt_bias", lambda g: torch.zeros(4, dtype=torch.int32), ArgumentError, "dt_bias is i32"),
     ("state", lambda g: g["state"].mT, ArgumentError, "state has shape"),
     ("state", lambda g: fp64(g, "state"), SpecError, "state_dtype 'float64'"),
@@ -282,22 +361,40 @@ BAD: list[tuple[str, Any, type[ReplayError], str]] = [
         "out is bf16; expected fp32",
     ),
 ]
-BAD_RINGS: list[tuple[str, Any, type[ReplayError], str]] = [
+BAD_RINGS: dict[str, list[Bad]] = {
+    "mamba2": [
+        ("window", lambda g: 5, ArgumentError, r"room for 5 tokens .* window 5.* = 6"),
+        ("ring_x", lambda g: g["ring_x"].bfloat16(), SpecError, "ring_dtype 'bf16' must be"),
+        ("ring_x", lambda g: g["ring_x"][..., 0], ArgumentError, "ring_x has shape"),
+        ("ring_b", lambda g: g["ring_b"][:, :, :4], ArgumentError, r"ring_b has shape \(6, 2, 4, 16\)"),
+        ("ring_b", lambda g: g["ring_b"].half(), ArgumentError, "ring_b is fp16; expected fp32"),
+        ("ring_decay", lambda g: g["ring_decay"].half(), ArgumentError, "ring_decay is fp16; expected fp32"),
+    ],
+    "gdn": [
+        ("window", lambda g: 5, ArgumentError, r"room for 5 tokens .* window 5.* = 6"),
+        ("ring_u", lambda g: g["ring_u"].bfloat16(), SpecError, "ring_dtype 'bf16' must be"),
+        ("ring_u", lambda g: g["ring_u"][..., 0], ArgumentError, "ring_u has shape"),
+        ("ring_k", lambda g: g["ring_k"][:, :, :4], ArgumentError, r"ring_k has shape \(6, 2, 4, 16\)"),
+        ("ring_k", lambda g: g["ring_k"].half(), ArgumentError, "ring_k is fp16; expected fp32"),
+        ("ring_g", lambda g: g["ring_g"].half(), ArgumentError, "ring_g is fp16; expected fp32"),
+    ],
+}
+BAD_ANY_RING: list[Bad] = [
     ("window", lambda g: 0, SpecError, r"window 0 is outside 1\.\.64"),
     ("window", lambda g: 65, SpecError, r"window 65 is outside 1\.\.64"),
-    ("window", lambda g: 5, ArgumentError, r"room for 5 tokens .* window 5.* = 6"),
-    ("ring_x", lambda g: g["ring_x"].bfloat16(), SpecError, "ring_dtype 'bf16' must be"),
-    ("ring_x", lambda g: g["ring_x"][..., 0], ArgumentError, "ring_x has shape"),
-    ("ring_b", lambda g: g["ring_b"][:, :, :4], ArgumentError, r"ring_b has shape \(6, 2, 4, 16\)"),
-    ("ring_b", lambda g: g["ring_b"].half(), ArgumentError, "ring_b is fp16; expected fp32"),
-    ("ring_decay", lambda g: g["ring_decay"].half(), ArgumentError, "ring_decay is fp16; expected fp32"),
     ("ring_start", lambda g: g["ring_start"].long(), ArgumentError, "ring_start is i64; expected i32"),
     ("ring_len", lambda g: g["ring_len"][:5], ArgumentError, r"ring_len has shape \(5,\); expected \(6,\)"),
 ]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad[0]}-{bad[3][:20]}")
-def test_bad_arguments(op: str, bad: tuple[str, Any, type[ReplayError], str]) -> None:
+def for_each(*pairs: tuple[str, list[Bad]]) -> pytest.MarkDecorator:
+    """Parametrises over (step, bad argument)."""
+    cases = [pytest.param(op, bad, id=f"{op}-{bad[0]}-{bad[3][:20]}") for op, bads in pairs for bad in bads]
+    return pytest.mark.parametrize(("op", "bad"), cases)
+
+
+@for_each(*((op, BAD[contract.family] + BAD_ANYWHERE) for op, contract in CONTRACTS.items()))
+def test_bad_arguments(op: str, bad: Bad) -> None:
     name, make, error, message = bad
     given = arguments(op)
     call(op, given)  # A good call before: a bad one after it must not profit.
@@ -305,13 +402,13 @@ def test_bad_arguments(op: str, bad: tuple[str, Any, type[ReplayError], str]) ->
         call(op, given | {name: make(given)})
 
 
-@pytest.mark.parametrize("bad", BAD_RINGS, ids=lambda bad: f"{bad[0]}-{bad[3][:20]}")
-def test_bad_rings(bad: tuple[str, Any, type[ReplayError], str]) -> None:
+@for_each(*((op, BAD_RINGS[CONTRACTS[op].family] + BAD_ANY_RING) for op in STEPS))
+def test_bad_rings(op: str, bad: Bad) -> None:
     name, make, error, message = bad
-    given = arguments()
-    call("step", given)
+    given = arguments(op)
+    call(op, given)
     with pytest.raises(error, match=message):
-        call("step", given | {name: make(given)})
+        call(op, given | {name: make(given)})
 
 
 SIZE = ROWS * HEADS * 8
@@ -333,15 +430,24 @@ def at_the_start(given: dict[str, Any], name: str) -> torch.Tensor:
     return room[:SIZE].view(ROWS, HEADS, 8)
 
 
-APART = [argument.name for argument in contracts.MAMBA2_STEP.arguments if argument.apart]
+RINGS = {"mamba2": ["ring_x", "ring_b", "ring_decay"], "gdn": ["ring_u", "ring_k", "ring_g"]}
+APART = {
+    "mamba2": ["x", "dt", "B", "C", "z", "state"],
+    "gdn": ["q", "k", "v", "a", "b", "state"],
+}
 
 
 @pytest.mark.parametrize("place", [at_the_end, at_the_start])
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (op, name)
+        for op, contract in CONTRACTS.items()
+        for name in APART[contract.family] + RINGS[contract.family] * (op in STEPS)
+    ],
+)
 def test_overlapping_outputs_are_refused_in_every_call(op: str, name: str, place: Any) -> None:
     given = arguments(op)
-    if name not in given:
-        pytest.skip("a native step has no ring")
     expected = call(op, arguments(op))
     out = place(given, name)
     before = {n: value.clone() for n, value in given.items() if isinstance(value, torch.Tensor)}
@@ -356,15 +462,15 @@ def test_overlapping_outputs_are_refused_in_every_call(op: str, name: str, place
     assert torch.equal(call(op, given | {"out": room[-SIZE:].view(ROWS, HEADS, 8)}), expected)
 
 
-def test_modes_do_not_switch_checks_off() -> None:
+def test_modes_do_not_switch_checks_off(step: str) -> None:
     """A default device is a mode: the dispatcher then calls the operator, which checks for itself."""
-    given = arguments("step")
-    before = given["ring_x"].clone()
+    given, x, ring = arguments(step), named(step, "x"), named(step, "ring_x")
+    before = given[ring].clone()
     with torch.device("cpu"):
-        with pytest.raises(ArgumentError, match="out overlaps the memory of x"):
-            call("step", given | {"out": given["x"]})
-        with pytest.raises(ArgumentError, match="D has shape"):
-            call("step", given | {"D": given["D"][:1]})
+        with pytest.raises(ArgumentError, match=f"out overlaps the memory of {x}"):
+            call(step, given | {"out": given[x]})
+        with pytest.raises(ArgumentError, match="dt_bias has shape"):
+            call(step, given | {"dt_bias": given["dt_bias"][:1]})
         with pytest.raises(ArgumentError, match="num_tokens is 9"):
             ops.commit(
                 torch.ones(ROWS, dtype=torch.int32),
@@ -375,28 +481,23 @@ def test_modes_do_not_switch_checks_off() -> None:
                 num_tokens=9,
                 capacity=5,
             )
-        assert torch.equal(given["ring_x"], before)
-        assert torch.equal(call("step", given), call("step", arguments("step")))
+        assert torch.equal(given[ring], before)
+        assert torch.equal(call(step, given), call(step, arguments(step)))
 
 
-def test_tracing_sees_the_operator() -> None:
-    given = arguments("step")
-    caches = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len", "slot_index")
-    x, dt, A, B, C = (given[name] for name in ("x", "dt", "A", "B", "C"))
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return ops.mamba2_step(x, dt, A, B, C, **{n: given[n] for n in caches}, window=given["window"])
-
-    traced = torch.jit.trace(step, (x,), check_trace=False)
-    assert "mamba2_step" in str(traced.graph)
+def test_tracing_sees_the_operator(step: str) -> None:
+    given, x = arguments(step), named(step, "x")
+    traced = torch.jit.trace(lambda value: call(step, given | {x: value}), (given[x],), check_trace=False)
+    assert step in str(traced.graph)
 
 
 def test_meta_tensors_are_checked_and_give_a_shape(op: str) -> None:
     meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in arguments(op).items()}
     y = call(op, meta)
-    assert (y.shape, y.device.type) == (meta["x"].shape, "meta")
-    with pytest.raises(ArgumentError, match="dt has shape"):
-        call(op, meta | {"dt": meta["dt"][:1]})
+    assert (y.shape, y.device.type) == (output_like(op, meta).shape, "meta")
+    dt = named(op, "dt")
+    with pytest.raises(ArgumentError, match=f"{dt} has shape"):
+        call(op, meta | {dt: meta[dt][:1]})
 
 
 @pytest.mark.parametrize("null_slot", [2.5, "a", True, [0], 2**40])
@@ -406,34 +507,48 @@ def test_odd_null_slots_are_refused(op: str, null_slot: Any) -> None:
 
 
 @pytest.mark.parametrize("window", [4.5, 4.0, "4", None])
-def test_odd_windows_are_refused(window: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"mamba2_step: window is .*; expected a whole number"):
-        call("step", arguments("step") | {"window": window})
+def test_odd_windows_are_refused(step: str, window: Any) -> None:
+    call(step, arguments(step))  # 4.0 is equal to the window of this one.
+    with pytest.raises(ArgumentError, match=rf"{step}: window is .*; expected a whole number"):
+        call(step, arguments(step) | {"window": window})
 
 
-def test_an_output_that_moves_is_looked_at_again() -> None:
-    given = arguments("step")
-    apart = torch.empty_like(given["x"])
-    call("step", given | {"out": apart})
-    with pytest.raises(ArgumentError, match="out overlaps the memory of x"):
-        call("step", given | {"out": given["x"]})
-    with pytest.raises(ArgumentError, match="out overlaps the memory of x"):
-        call("step", given | {"x": apart, "out": apart})
+def test_flags_that_are_no_booleans_are_refused(op: str) -> None:
+    flag = "qk_l2norm" if CONTRACTS[op].family == "gdn" else "dt_softplus"
+    with pytest.raises(SpecError, match=f"{flag} 'yes' is neither True nor False"):
+        call(op, arguments(op) | {flag: "yes"})
+
+
+def test_an_output_that_moves_is_looked_at_again(step: str) -> None:
+    given, x = arguments(step), named(step, "x")
+    apart = torch.empty_like(given[x])
+    call(step, given | {"out": apart})
+    with pytest.raises(ArgumentError, match=f"out overlaps the memory of {x}"):
+        call(step, given | {"out": given[x]})
+    first = CONTRACTS[step].names[0]
+    moved = torch.empty_like(given[first])
+    room = moved.flatten()[: apart.numel()].view(apart.shape)
+    with pytest.raises(ArgumentError, match=f"out overlaps the memory of {first}"):
+        call(step, given | {first: moved, "out": room})
 
 
 def test_large_head_dims_and_batches_are_refused(op: str) -> None:
-    given = arguments(op)
-    wide = {"x": torch.zeros(3, 4, 257), "z": None, "state": torch.zeros(6, 4, 257, 16)}
+    given, x = arguments(op), named(op, "x")
+    wide = {x: torch.zeros(3, 4, 257), "state": torch.zeros(6, 4, 257, 16)}
+    if op in STEPS:
+        wide[named(op, "ring_x")] = torch.zeros(6, 4, 5, 257)
     with pytest.raises(SpecError, match=r"head_dim 257 is outside 1\.\.256"):
-        call(op, given | wide | ({"ring_x": torch.zeros(6, 4, 5, 257)} if op == "step" else {}))
-    with pytest.raises(ArgumentError, match="x has 65536 rows, a launch takes at most 65535"):
-        call(op, given | {"x": given["x"][:1].expand(65536, -1, -1)})
+        call(op, given | wide)
+    with pytest.raises(ArgumentError, match=f"{x} has 65536 rows, a launch takes at most 65535"):
+        call(op, given | {x: given[x][:1].expand(65536, -1, -1)})
 
 
 def test_bad_arguments_are_told_under_compile(op: str) -> None:
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"4 heads .* cannot be divided among 3 groups"):
-        torch.compile(call, fullgraph=True, backend="aot_eager")(op, arguments(op, B=torch.zeros(3, 3, 16)))
+    with pytest.raises(Exception, match=r"4 .*heads .* cannot be divided among 3 (groups|key heads)"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(
+            op, arguments(op) | {named(op, "b"): torch.zeros(3, 3, 16)}
+        )
 
 
 NO_TENSORS = [
@@ -448,7 +563,7 @@ NO_TENSORS = [
 def test_what_is_no_tensor_is_named(op: str, value: Any, found: str) -> None:
     given = arguments(op, out=torch.empty(ROWS, HEADS, 8))
     names = [name for name, known in given.items() if isinstance(known, torch.Tensor)]
-    twice = given | {"C": given["B"]}  # its guard is a plain one
+    twice = given | {named(op, "c"): given[named(op, "b")]}  # its guard is a plain one
     call(op, twice)
     for name in names:
         if value is None and name in ("D", "z", "dt_bias", "out"):
@@ -456,7 +571,7 @@ def test_what_is_no_tensor_is_named(op: str, value: Any, found: str) -> None:
         # On the direct way with either guard, and on torch's.
         for around, mode in ((given, nullcontext()), (twice, nullcontext()), (given, FakeTensorMode())):
             call(op, around)
-            message = rf"mamba2_{op}: {name} is {found}; expected a tensor"
+            message = rf"{op}: {name} is {found}; expected a tensor"
             with mode, pytest.raises(ArgumentError, match=message):
                 call(op, around | {name: value})
 
@@ -510,18 +625,26 @@ def test_bad_resets() -> None:
         ops.drained(torch.zeros(2).long(), ring_start=cursor, ring_len=cursor, capacity=1)
 
 
+def small_call(step: str, rows: int) -> tuple[Any, list[torch.Tensor]]:
+    """Empty caches of four slots and inputs of ones, in the order of the public functions."""
+    spec = spec_of(step, head_dim=4, state_size=4, heads_per_group=1, window=2)
+    given = inputs_of(step, rows, 1, 1, 4, 4, torch.ones)
+    optional = ("D", "z", "dt_bias")
+    inputs = [value for name, value in given.items() if name not in optional]
+    return ops.make_cache(spec, 4, 1, 1, "cpu"), inputs
+
+
 @pytest.mark.parametrize("slot", [4, 2**40])
-def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(slot: int) -> None:
-    spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2, ring_dtype="fp32")
-    cache = ops.make_cache(spec, 4, 1, 1, "cpu")
-    inputs = [torch.ones(2, 1, 4), torch.ones(2, 1), -torch.ones(1), torch.ones(2, 1, 4), torch.ones(2, 1, 4)]
+def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(step: str, slot: int) -> None:
+    cache, inputs = small_call(step, 2)
     slots = torch.tensor([1, slot])
     cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
     before = copy.deepcopy(cache)
     out = torch.full((2, 1, 4), 7.0)
+    replay, native = getattr(ops, step), getattr(ops, step.replace("step", "native_step"))
     calls = (
-        lambda: ops.mamba2_step(*inputs, **vars(cache), slot_index=slots, window=2, out=out),
-        lambda: ops.mamba2_native_step(*inputs, state=cache.state, slot_index=slots, out=out),
+        lambda: replay(*inputs, **cache.tensors(), slot_index=slots, window=2, out=out),
+        lambda: native(*inputs, state=cache.state, slot_index=slots, out=out),
         lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
         lambda: ops.reset(slots, **cursors),
         lambda: ops.drained(slots, **cursors, capacity=3),
@@ -530,25 +653,26 @@ def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(slot: in
         with pytest.raises(ArgumentError, match=f"row 1 names slot {slot}, but there are 4 slots"):
             call()
     assert (out == 7).all()
-    assert all(torch.equal(value, vars(cache)[name]) for name, value in vars(before).items())
+    assert all(torch.equal(value, cache.tensors()[name]) for name, value in before.tensors().items())
 
 
 @pytest.mark.parametrize(
     ("start", "length"), [(-1, 0), (3, 0), (0, -1), (0, 3), (2**31 - 1, 2), (0, 2**31 - 1)]
 )
-def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(start: int, length: int) -> None:
-    spec = Spec("mamba2", "step", head_dim=4, state_size=4, heads_per_group=1, window=2, ring_dtype="fp32")
-    cache = ops.make_cache(spec, 4, 1, 1, "cpu")
+def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(
+    step: str, start: int, length: int
+) -> None:
+    cache, inputs = small_call(step, 3)
     cache.ring_start[2], cache.ring_len[2] = start, length
     cache.ring_len[3] = 2  # flushes
-    inputs = [torch.ones(3, 1, 4), torch.ones(3, 1), -torch.ones(1), torch.ones(3, 1, 4), torch.ones(3, 1, 4)]
     slots = torch.tensor([3, -1, 2])
     cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
     before = copy.deepcopy(cache)
     out = torch.full((3, 1, 4), 7.0)
     # Without a window, all that is known of a drained ring is its capacity.
+    replay = getattr(ops, step)
     calls = [
-        lambda: ops.mamba2_step(*inputs, **vars(cache), slot_index=slots, window=2, out=out),
+        lambda: replay(*inputs, **cache.tensors(), slot_index=slots, window=2, out=out),
         lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
         lambda: ops.drained(slots, **cursors, capacity=3),
     ][: 2 if length == 3 else 3]
@@ -558,7 +682,7 @@ def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(start: in
         ):
             call()
     assert (out == 7).all()
-    assert all(torch.equal(value, vars(cache)[name]) for name, value in vars(before).items())
+    assert all(torch.equal(value, cache.tensors()[name]) for name, value in before.tensors().items())
     # Such a slot may be padding, and a reset repairs it.
     slots[2] = -1
     calls[0]()
@@ -591,7 +715,7 @@ row = torch.ones(1, 1, 4)
 calls = {
     "warmup": lambda: warmup(spec, [1]),
     "step": lambda: mamba2_step(
-        row, row[..., 0], -row[0, 0, :1], row, row, **vars(cache), slot_index=slots, window=2
+        row, row[..., 0], -row[0, 0, :1], row, row, **cache.tensors(), slot_index=slots, window=2
     ),
     "reset": lambda: operators.late("launch_reset")(slots, cache.ring_start, cache.ring_len, -1),
 }
@@ -619,38 +743,66 @@ def test_a_missing_c_compiler_is_told_and_other_errors_pass() -> None:
     compiled.explain_launcher_error(RuntimeError("out of memory"))
 
 
-def test_signature_says_what_a_launcher_needs() -> None:
-    given = arguments()
+SIGNED = {
+    "mamba2_step": "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs",
+    "mamba2_native_step": "mamba2-native_step-p8-n16-g2-w0-t1-xfp32-sfp32-rfp32-fdzbs",
+    "gdn_step": "gdn-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fbsl",
+    "gdn_native_step": "gdn-native_step-p8-n16-g2-w0-t1-xfp32-sfp32-rfp32-fbsl",
+}
+
+
+def test_signature_says_what_a_launcher_needs(op: str) -> None:
+    given, contract = arguments(op), CONTRACTS[op]
 
     def signature_of(given: dict[str, Any]) -> Any:
-        ordered, count = positional("step", given), len(contracts.MAMBA2_STEP.arguments)
-        return signatures.signature_of(contracts.MAMBA2_STEP, ordered[:count], ordered[count:-1])
+        ordered, count = positional(op, given), len(contract.arguments)
+        return signatures.signature_of(contract, ordered[:count], ordered[count:-1])
 
     signature = signature_of(given)
-    assert signature is signature_of(given | arguments(seed=3))
-    assert signature.spec.key == "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs"
+    assert signature is signature_of(given | arguments(op, seed=3))
+    assert signature.spec.key == SIGNED[op]
     assert (signature.rows, signature.heads, signature.effective_batch) == (ROWS, HEADS, ROWS * HEADS)
-    assert signature.strides["ring_x"] == (4 * 5 * 8, 5 * 8, 8, 1)
-    assert signature.dtypes["slot_index"] == "i32"
+    structure = Structure("both" if op in STEPS else "native")
+    for argument in tensor_arguments(signature.spec, structure):
+        assert signature.dtypes[argument.name] == argument.dtype
+        tensor = given.get(named(op, argument.name), output_like(op, given))
+        assert signature.strides[argument.name] == tensor.stride()
+        assert len(argument.stride_dims) in (0, tensor.dim() - 1)
 
 
 def test_the_plain_guard_serves_tensors_passed_twice(op: str) -> None:
-    given = arguments(op)
-    given["C"] = given["B"]
+    given, b, c = arguments(op), named(op, "b"), named(op, "c")
+    given[c] = given[b]
     assert call(op, given).isfinite().all()
-    with pytest.raises(ArgumentError, match="C is bf16"):
-        call(op, given | {"C": given["B"].bfloat16()})
+    with pytest.raises(ArgumentError, match=f"{c} is bf16"):
+        call(op, given | {c: given[b].bfloat16()})
+
+
+def test_optional_inputs_are_told_apart(op: str) -> None:
+    """A call without an input must not be taken for one like it that has one, nor the other way round."""
+    given = arguments(op)
+    optional = [argument.name for argument in CONTRACTS[op].arguments if argument.optional]
+    for name in optional:
+        without = call(op, arguments(op) | {name: None})
+        for other in optional:
+            call(op, arguments(op) | {name: None, other: None})
+        assert torch.equal(call(op, arguments(op) | {name: None}), without)
+        if name != "out":
+            assert not torch.equal(call(op, arguments(op)), without)
+            with pytest.raises(ArgumentError, match=f"{name} is of type int"):
+                call(op, given | {name: 1})
 
 
 def test_default_output_is_contiguous(op: str) -> None:
-    given = arguments(op)
+    given, x = arguments(op), named(op, "x")
     wide = torch.zeros(ROWS, HEADS, 24)
-    wide[..., :8] = given["x"]
-    assert call(op, given | {"x": wide[..., :8]}).is_contiguous()
+    wide[..., :8] = given[x]
+    assert call(op, given | {x: wide[..., :8]}).is_contiguous()
 
 
-def test_cache_and_its_bytes() -> None:
-    spec = Spec("mamba2", "step", 80, 128, 12, 16)
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+def test_cache_and_its_bytes(family: str) -> None:
+    spec = Spec(family, "step", 80, 128, 12, 16, has_d=family == "mamba2")
     cache = ops.make_cache(spec, 3, 96, 8, "cpu")
     tensors = [cache.state, cache.ring_x, cache.ring_b, cache.ring_decay]
     assert sum(t.numel() * t.element_size() for t in tensors) == 3 * ops.bytes_per_slot(spec, 96, 8)
@@ -662,7 +814,10 @@ def test_cache_and_its_bytes() -> None:
         ops.bytes_per_slot(spec, 95, 8)
     with pytest.raises(ArgumentError, match="capacity 16 is too small for window 16: rings need at least 17"):
         ops.make_cache(spec, 3, 96, 8, "cpu", capacity=16)
-    assert dataclasses.replace(cache, ring_len=cache.ring_start).ring_len is cache.ring_start
+    tied = dataclasses.replace(cache, ring_len=cache.ring_start)
+    assert tied.ring_len is cache.ring_start
+    names = {argument.name for argument in CONTRACTS[f"{family}_step"].arguments}
+    assert {*tied.tensors()} == {n for n in names if n == "state" or n.startswith("ring_")}
 
 
 @pytest.mark.parametrize("size", [0, -8, 8.0, 2.5, None, "8", True, torch.ones(1)], ids=repr)
