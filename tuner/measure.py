@@ -68,8 +68,8 @@ class LayerStack:
             "dt": self._normal(layers, rows, heads, dtype=activation),
             # Of GDN A_log; a token decays by about 0.9 to 0.999, as in trained models.
             "a": (2.0 * rate + 0.05).log() if gdn else -15.0 * rate - 1.0,
-            "b": self._normal(layers, rows, groups, n, dtype=activation) * key_scale,
-            "c": self._normal(layers, rows, groups, n, dtype=activation) * key_scale,
+            "b": self._normal(layers, rows, groups, n, dtype=activation).mul_(key_scale),
+            "c": self._normal(layers, rows, groups, n, dtype=activation).mul_(key_scale),
             "beta": self._normal(layers, rows if gdn else 0, heads, dtype=activation),
             "d": self._normal(layers, heads, dtype=torch.float32),
             "z": self._normal(layers, rows if spec.has_z else 0, heads, p, dtype=activation),
@@ -83,7 +83,7 @@ class LayerStack:
             decay = self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001
             tensors |= {
                 "ring_x": self._normal(layers, slots, heads, capacity, p, dtype=ring),
-                "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring) * key_scale,
+                "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring).mul_(key_scale),
                 "ring_decay": -decay if gdn else decay,
                 "ring_start": start.to(torch.int32).expand(layers, slots),
             }
