@@ -24,6 +24,7 @@ STRUCTURE_VALUES: Final = {
     "readout": ("elementwise", "dot"),
     "scores": ("elementwise", "dot"),
     "load": ("late", "early"),
+    "loop": ("heads", "tiles"),
 }
 """What each field of a :class:`Structure` may be; the first is what a role without the axis has."""
 
@@ -33,7 +34,7 @@ class Structure:
     """Structural choices: they change the generated module.
 
     Axes that a role does not have stand at their first value (``inline``, ``output_only``,
-    ``elementwise``, ``late``), so that equal kernels are equal records.
+    ``elementwise``, ``late``, ``heads``), so that equal kernels are equal records.
     """
 
     role: str
@@ -47,6 +48,8 @@ class Structure:
     """Ring scores B.C: ``elementwise`` or ``dot``."""
     load: str = "late"
     """State load: ``late``, where it is used, or ``early``, ahead of the cursors (one head, one tile)."""
+    loop: str = "heads"
+    """What a program loops over: its ``heads``, with one block of rows each, or all row ``tiles`` of them."""
 
     def __post_init__(self) -> None:
         for name, values in STRUCTURE_VALUES.items():
@@ -56,8 +59,12 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``."""
-        return ".".join(dataclasses.astuple(self))
+        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``.
+
+        A loop over heads goes without saying, as in keys from before there was another.
+        """
+        *parts, loop = dataclasses.astuple(self)
+        return ".".join(parts if loop == "heads" else (*parts, loop))
 
 
 @dataclass(frozen=True, order=True)
@@ -98,6 +105,11 @@ class Variant:
     def key(self) -> str:
         """Canonical string of structure and tile, joined by ``/``."""
         return f"{self.structure.key}/{self.tile.key}"
+
+    def programs_per_row(self, head_dim: int, heads: int) -> int:
+        """Programs that serve one sequence with ``heads`` heads."""
+        row_blocks = 1 if self.structure.loop == "tiles" else -(-head_dim // self.tile.block_p)
+        return row_blocks * (heads // self.tile.heads_per_program)
 
     @classmethod
     def parse(cls, key: str) -> Variant:

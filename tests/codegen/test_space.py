@@ -15,6 +15,7 @@ from replayssm_tune.runtime.plan import ROLES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 
 SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
 
 specs = st.builds(
     Spec,
@@ -93,6 +94,17 @@ def test_points_that_won_on_an_h200_are_in(key):
     assert variant in points(SPEC.native if role == "native" else SPEC, role).variants
 
 
+@pytest.mark.parametrize("key", [
+    "both.inline.output_only.dot.elementwise.late.tiles/p64.n128.f32.h2.w2.s2.r0.e0",
+    "both.inline.output_only.dot.elementwise.late.tiles/p32.n128.f32.h2.w1.s2.r0.e0",
+    "both.inline.output_only.dot.elementwise.late/p32.n128.f32.h2.w2.s2.r0.e0",
+    "both.inline.output_only.elementwise.elementwise.early/p8.n64.f128.h1.w1.s1.r0.e0",
+    "both.inline.output_only.elementwise.elementwise.late/p32.n64.f64.h1.w1.s1.r0.e0",
+])  # fmt: skip
+def test_points_of_gdn_that_won_on_an_h200_are_in(key):
+    assert Variant.parse(key) in points(GDN, "both").variants
+
+
 def broken(structure, spec=SPEC, **tile):
     tile = {"block_p": 32, "block_n": 128, "num_warps": 4, **tile}
     return broken_constraint(spec, Variant(structure, Tile(**tile)))
@@ -106,6 +118,7 @@ def test_every_constraint_rejects_what_it_names():
         broken(Structure("native")),
         broken(Structure("flush", route="rebuild"), fold_block_n=64),
         broken(Structure("both", scores="dot", route="rebuild"), fold_block_n=64),
+        broken(Structure("both", "precomputed"), GDN, fold_block_n=64),
         broken(Structure("nonflush", load="early"), heads_per_program=2),
         broken(Structure("both", load="early"), fold_block_n=64),
         broken(Structure("nonflush", "precomputed", load="early")),
@@ -119,12 +132,22 @@ def test_every_constraint_rejects_what_it_names():
         broken(Structure("both")),
         broken(Structure("flush"), block_n=64, fold_block_n=64),
         broken(Structure("nonflush"), heads_per_program=6),
+        broken(Structure("nonflush", loop="tiles")),
+        broken(Structure("nonflush", load="early", loop="tiles"), GDN),
         broken(Structure("nonflush"), num_stages=2),
+        broken(Structure("nonflush", loop="tiles"), GDN, num_stages=4, block_p=64),
         broken(Structure("flush"), block_p=64, fold_block_n=128, num_warps=1),
         broken(Structure("both", load="early"), block_p=2, fold_block_n=128, num_warps=8),
     ]
     names = [constraint.name for constraint in CONSTRAINTS]
-    assert [names.index(name) for name in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8, 8]
+    assert [names.index(name) for name in found] == [
+        0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 8, 9, 9, 10, 10,
+    ]  # fmt: skip
+
+
+def test_a_loop_over_tiles_is_long_enough_for_a_pipeline():
+    structure = Structure("nonflush", loop="tiles")
+    assert broken(structure, GDN, num_stages=4, block_p=32) == ""
 
 
 def test_a_fold_in_the_dot_asks_nothing_of_the_activation():
@@ -159,13 +182,15 @@ def test_a_role_of_another_op_is_refused():
 def test_every_region_contributes_to_a_common_shape():
     for region in REGIONS:
         for role in region.roles:
-            spec = SPEC.native if role == "native" else SPEC
-            legal = [v for v in region.variants(spec, role) if not broken_constraint(spec, v)]
+            common = [spec.native if role == "native" else spec for spec in (SPEC, GDN)]
+            legal = [
+                v for spec in common for v in region.variants(spec, role) if not broken_constraint(spec, v)
+            ]
             assert legal, region
 
 
 def test_structures_searched_are_legal():
-    for spec in (SPEC, SPEC.native):
+    for spec in (SPEC, SPEC.native, GDN, GDN.native):
         assert set(space.structures(spec)) <= set(space.legal_structures(spec))
 
 
