@@ -133,8 +133,10 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """The launches of one call, in order: ``(both,)``, ``(nonflush, flush)``, ``(native,)`` or
-    ``(materialize,)``."""
+    """The launches of one call, in order.
+
+    They are ``(both,)``, ``(nonflush, flush)``, ``(native,)`` or ``(materialize,)``.
+    """
 
     variants: tuple[Variant, ...]
 
