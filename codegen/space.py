@@ -79,7 +79,7 @@ def state_block(spec: Spec) -> int:
 
 def folds(structure: Structure) -> bool:
     """Whether kernels of ``structure`` fold ring tokens into the state."""
-    return structure.role in ("both", "flush") or structure.route == "rebuild"
+    return structure.role in ("both", "flush", "materialize") or structure.route == "rebuild"
 
 
 def reads_old(structure: Structure) -> bool:
@@ -91,10 +91,10 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     keeps_rows = structure.role in ("both", "nonflush")
     return (
-        spec.is_native == (structure.role == "native")
+        structure.role in roles(spec)
         and (keeps_rows or (structure.coefficients, structure.route) == ("inline", "output_only"))
         and (reads_old(structure) or structure.scores == "elementwise")
-        and (structure.role != "native" or structure == Structure("native"))
+        and (structure.role not in ("native", "materialize") or structure == Structure(structure.role))
     )
 
 
@@ -399,6 +399,11 @@ REGIONS: Final = (
         "The native step: reads and writes only.",
         ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
     ),
+    Region(
+        "Reads a state, folds ring tokens, writes another.",
+        ("materialize",), _LATE, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
+        warps_stages=((1, 1), (2, 1), (4, 1)),
+    ),
 )  # fmt: skip
 """Where each role is searched. Widen a region, or add one, for a GPU that differs."""
 
@@ -463,7 +468,8 @@ def points(spec: Spec, role: str) -> Space:
 
 def roles(spec: Spec) -> tuple[str, ...]:
     """Roles that kernels of ``spec`` may have."""
-    return ("native",) if spec.is_native else tuple(role for role in ROLES if role != "native")
+    alone = {"native_step": ("native",), "materialize": ("materialize",)}
+    return alone.get(spec.op, tuple(role for role in ROLES if (role,) not in alone.values()))
 
 
 @functools.lru_cache(maxsize=256)

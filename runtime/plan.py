@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from .errors import SpecError
 
-ROLES: Final = ("both", "nonflush", "flush", "native")
+ROLES: Final = ("both", "nonflush", "flush", "native", "materialize")
 """Which rows a kernel serves. ``both``: a per-row branch in one launch; ``nonflush``/``flush``:
-one branch, rows of the other leave at once; ``native``: the baseline without a ring."""
+one branch, rows of the other leave at once; ``native``: the baseline without a ring;
+``materialize``: no step, ring tokens are folded into a state elsewhere."""
 
 STRUCTURE_VALUES: Final = {
     "role": ROLES,
@@ -132,13 +133,16 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """The launches of one step, in order: ``(both,)``, ``(nonflush, flush)`` or ``(native,)``."""
+    """The launches of one call, in order.
+
+    They are ``(both,)``, ``(nonflush, flush)``, ``(native,)`` or ``(materialize,)``.
+    """
 
     variants: tuple[Variant, ...]
 
     def __post_init__(self) -> None:
         roles = tuple(v.structure.role for v in self.variants)
-        if roles not in (("both",), ("nonflush", "flush"), ("native",)):
+        if roles not in (("both",), ("nonflush", "flush"), ("native",), ("materialize",)):
             raise SpecError(f"a plan cannot be made of roles {roles}")
 
     @functools.cached_property

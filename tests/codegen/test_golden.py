@@ -48,6 +48,8 @@ CASES = {
     "gdn_both_early_odd": (GDN_ODD, Structure("both", load="early")),
     "gdn_nonflush_rebuild_odd": (GDN_ODD, Structure("nonflush", route="rebuild")),
     "gdn_native": (GDN.native, Structure("native")),
+    "gdn_materialize": (GDN.materialize, Structure("materialize")),
+    "materialize_odd": (ODD.materialize, Structure("materialize")),
 }
 
 SPECS = (
