@@ -49,6 +49,10 @@ _READS: Final = {"mamba2": (("", "c", "c"),), "gdn": (("", "c", "c"), ("_k", "ke
 """Vectors a family reads the state with: suffix of what comes of it, its name, its tensor."""
 
 
+_TEMPLATES: Final = {"native": "native_step.py.jinja", "materialize": "materialize.py.jinja"}
+"""Skeletons of roles that are no branch of a replay step."""
+
+
 @functools.lru_cache(maxsize=4096)
 def render(spec: Spec, structure: Structure) -> str:
     """Source of the module of ``structure`` for ``spec``.
@@ -56,7 +60,7 @@ def render(spec: Spec, structure: Structure) -> str:
     The same input gives the same bytes. The module defines ``step`` and, for precomputed
     coefficients, ``coefficients``; their parameters are those of :mod:`..runtime.abi`.
     """
-    template = "native_step.py.jinja" if structure.role == "native" else "step.py.jinja"
+    template = _TEMPLATES.get(structure.role, "step.py.jinja")
     n_block = next_power_of_two(spec.state_size)
     source = (
         _environment()

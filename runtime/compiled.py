@@ -106,10 +106,10 @@ class CompiledPlan:
         spec, size = self.spec, heads * scratch_size(self.spec)
         bound = []
         for launcher, variant, tiled, values in self._launches:
-            tile, precomputed = variant.tile, variant.structure.coefficients == "precomputed"
+            precomputed = variant.structure.coefficients == "precomputed"
             blocks = heads // spec.heads_per_group
             if tiled:
-                blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
+                blocks = variant.programs_per_row(spec.head_dim, heads)
             fixed = (*strides, size, *scalars) if precomputed else (*strides, *scalars)
             bound.append((launcher, blocks, precomputed, fixed, values))
 

@@ -3,7 +3,7 @@
 It is what engines ship today: for Mamba-2 decode a coefficient kernel and one launch with a branch
 per row, 16 rows of the state at a time, one warp; for its native step a block that shrinks with the
 state size and four to eight warps. For Gated DeltaNet one launch that rebuilds the state, 64 rows at a
-time, and a native step of 32 rows, one warp each.
+time, and a native step of 32 rows, one warp each. What materialises states is ours alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _NATIVE_TILES = ((16, 32, 4), (32, 16, 4), (64, 8, 4), (128, 4, 4))
 def default_plan(spec: Spec) -> Plan:
     """Default plan of ``spec``: a point of its space, never tuned, always legal."""
     block_n = next_power_of_two(spec.state_size)
+    if spec.op == "materialize":
+        tile = Tile(min(32, next_power_of_two(spec.head_dim)), block_n, min(64, block_n))
+        return Plan((Variant(Structure(role="materialize"), tile),))
     if spec.family == "gdn":
         return Plan((_gdn_variant(spec, block_n),))
     if spec.is_native:

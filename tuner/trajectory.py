@@ -154,7 +154,10 @@ class Trajectory:
             else:
                 self._len.fill_(ring_len)
         self.recurrence = recurrence(spec, self.A, D=self.D, dt_bias=self.dt_bias)
-        self._key = torch.randn(self.groups, spec.state_size, generator=g) if spec.family == "gdn" else None
+        self._key: Tensor | None = None
+        if spec.family == "gdn":
+            common = torch.randn(self.groups, spec.state_size, generator=g)
+            self._key = common / common.square().mean(-1, keepdim=True).sqrt()
         history = max(1, int(self._len.max()))
         self._history = [self._draw(sequences) for _ in range(history)]
         self._state_of_draws = g.get_state()

@@ -58,8 +58,8 @@ def gdn(scene: Trajectory, pool: Pool, step: Step, fault: str) -> Tensor:
         if not spec.qk_l2norm:
             return value
         if fault == "epsilon outside of the root":
-            return value / (value.norm(dim=-1, keepdim=True) + 1e-6)
-        return value / (value.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+            return value.div(value.norm(dim=-1, keepdim=True) + 1e-6)
+        return value.mul((value.square().sum(-1, keepdim=True) + 1e-6).rsqrt())
 
     def heads(value: Tensor, dim: int = 1) -> Tensor:
         return value.repeat_interleave(spec.heads_per_group, dim)
