@@ -68,6 +68,8 @@ def random_call(
         given |= {"A_log": rate.log(), "qk_l2norm": spec.qk_l2norm}
     else:
         given |= {"x": value, "dt": gate, "A": -rate, "B": key, "C": query}
+        if spec.has_z:
+            given["z"] = normal(rows, heads, spec.head_dim, dtype=activation)
         if spec.has_d:
             given["D"] = normal(heads)
     if spec.op == "native_step":
