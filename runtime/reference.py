@@ -340,5 +340,5 @@ def _queries_and_keys(q: Tensor, k: Tensor, qk_l2norm: bool, work: torch.dtype) 
     """What the recurrence sees of q and k: both normalised if asked for, q scaled by ``K^-1/2``."""
     q, k = q.to(work), k.to(work)
     if qk_l2norm:
-        q, k = (value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6) for value in (q, k))
+        q, k = (value / torch.sqrt(value.square().sum(-1, keepdim=True) + 1e-6) for value in (q, k))
     return q * q.shape[-1] ** -0.5, k
