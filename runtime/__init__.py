@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     )
     from .ops import (
         Cache,
+        Snapshot,
         bytes_per_slot,
         commit,
         drained,
+        gdn_materialize,
         gdn_native_step,
         gdn_step,
         make_cache,
+        mamba2_materialize,
         mamba2_native_step,
         mamba2_step,
         reset,
@@ -45,8 +48,9 @@ else:
         "ToolchainError",
     )  # fmt: skip
     _OPS = (
-        "Cache", "bytes_per_slot", "commit", "drained", "gdn_native_step", "gdn_step", "make_cache",
-        "mamba2_native_step", "mamba2_step", "reset", "warmup",
+        "Cache", "Snapshot", "bytes_per_slot", "commit", "drained", "gdn_materialize", "gdn_native_step",
+        "gdn_step", "make_cache", "mamba2_materialize", "mamba2_native_step", "mamba2_step", "reset",
+        "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
@@ -69,6 +73,7 @@ __all__ = [
     "CompileError",
     "DispatchError",
     "ReplayError",
+    "Snapshot",
     "Spec",
     "SpecError",
     "TableError",
@@ -76,9 +81,11 @@ __all__ = [
     "bytes_per_slot",
     "commit",
     "drained",
+    "gdn_materialize",
     "gdn_native_step",
     "gdn_step",
     "make_cache",
+    "mamba2_materialize",
     "mamba2_native_step",
     "mamba2_step",
     "reset",

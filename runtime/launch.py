@@ -17,14 +17,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .abi import TensorArgument, tensor_arguments
+from .abi import TensorArgument, launch_structure, scalar_arguments, tensor_arguments
 from .build import ALIGNMENT_BYTES
 from .checks import Signature
 from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .lookup import announce, default_lookup
 from .modules import cursors_path, load_module, module_path
-from .plan import Plan, Structure
+from .plan import Plan
 from .spec import Spec
 from .table import GpuInfo
 
@@ -54,9 +54,10 @@ def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
     """The plan that serves, announced once.
 
     Raises:
-        DispatchError: Strict mode, and no table has a row.
+        DispatchError: Strict mode, and no table has a row of the step.
     """
-    strict = os.environ.get(STRICT_VARIABLE, "") == "1"
+    # Strict mode is about what is tuned: steps.
+    strict = os.environ.get(STRICT_VARIABLE, "") == "1" and spec.op != "materialize"
     found = default_lookup().find(spec, effective_batch, gpu_info(device_index), strict)
     announce(found.reason)
     return found.plan
@@ -75,10 +76,10 @@ class _Launcher:
 
     def __init__(self, signature: Signature, device_index: int) -> None:
         spec = signature.spec
-        arguments = _arguments(spec)
+        arguments, scalar_names = _arguments(spec), scalar_arguments(spec, launch_structure(spec))
         self.device_index = device_index
         strides = tuple(s for a in arguments for s in signature.strides[a.name][: len(a.stride_dims)])
-        scalars = () if spec.is_native else (signature.capacity,)
+        scalars = (signature.capacity,) if "ring_capacity" in scalar_names else ()
         self._shape = (signature.rows, signature.heads, strides, scalars)
         self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
@@ -112,7 +113,7 @@ class _Launcher:
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
     """Tensors that every plan of ``spec`` takes; scratch is the plan's own."""
-    return tensor_arguments(spec, Structure("native" if spec.is_native else "both"))
+    return tensor_arguments(spec, launch_structure(spec))
 
 
 def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:
@@ -193,7 +194,7 @@ def compile_ahead(
         ToolchainError: There is no C compiler.
     """
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
-    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in _arguments(spec))
+    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.per_row else a.dtype for a in _arguments(spec))
     for plan in plans:
         _compiled(spec, plan, dtypes, aligned, device_index)
     with torch.cuda.device(device_index):

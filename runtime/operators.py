@@ -19,6 +19,7 @@ from .checks import Signature, check_cursors, check_step, is_whole, refuse_gradi
 from .contracts import Contract
 from .errors import ArgumentError, ToolchainError
 from .signatures import Tensors, check_out, signature_of
+from .spec import MAX_WINDOW
 
 NAMESPACE: Final = (__package__ or "replayssm").removesuffix(".runtime").replace(".", "_")
 """Operators are ``torch.ops.<NAMESPACE>.<name>``."""
@@ -64,7 +65,7 @@ _prepare = late("prepare")
 
 
 class _Operator:
-    """What steps and cursor ops share: registration, and the choice of a way for each call.
+    """What all kinds share: registration, and the choice of a way for each call.
 
     Args:
         contract: What the operator takes.
@@ -95,7 +96,23 @@ class _Operator:
         raise NotImplementedError
 
 
-class StepOperator(_Operator):
+class _PlanOperator(_Operator):
+    """What kernels of a spec serve, by the plan for it."""
+
+    def _checked(self, tensors: Tensors, scalars: tuple[Any, ...], null: int) -> None:
+        self._run(tensors, scalars, null, signature_of(self._contract, tensors, scalars))
+
+    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: Signature) -> None:
+        if not signature.rows:
+            return
+        if signature.device == "cuda":
+            launcher = signature.launcher or _prepare(signature, tensors[0].get_device())
+            launcher.launch(tensors, null)
+        else:
+            self._cpu(*tensors, *scalars, null)
+
+
+class StepOperator(_PlanOperator):
     """A step."""
 
     def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> Tensor:
@@ -134,14 +151,25 @@ class StepOperator(_Operator):
         check_out(tensors, signature)
         self._run(tensors, scalars, null, signature)
 
-    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: Signature) -> None:
-        if not signature.rows:
-            return
-        if signature.device == "cuda":
-            launcher = signature.launcher or _prepare(signature, tensors[0].get_device())
-            launcher.launch(tensors, null)
+
+class MaterializeOperator(_PlanOperator):
+    """What folds rings into states; it returns nothing."""
+
+    def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> None:
+        """Run it; tensors and scalars are in the contract's order, ``prefix``, the third, may be None."""
+        null = -1 if null_slot is None else _null(null_slot)
+        refuse_non_tensors(self._contract, tensors)
+        if torch.is_grad_enabled():
+            refuse_gradients(self._contract, tensors)
+        source, destination, prefix, *others = tensors
+        if prefix is None:
+            # Counts are clamped to the tokens there are, and no ring has more of them than this.
+            prefix = torch.full_like(source, MAX_WINDOW)
+        tensors = (source, destination, prefix, *others)
+        if goes_direct(source, tensors[self._pool]):
+            self._checked(tensors, scalars, null)
         else:
-            self._cpu(*tensors, *scalars, null)
+            self._overload(*tensors, *scalars, null)
 
 
 class CursorOperator(_Operator):

@@ -76,7 +76,7 @@ def signature_of(contract: Contract, tensors: Tensors, scalars: tuple[Any, ...])
         scalars: In its order.
 
     Returns:
-        The :class:`.checks.Signature` of a step; None of a cursor op.
+        The :class:`.checks.Signature`; None of a cursor op.
 
     Raises:
         ArgumentError, SpecError: See :func:`.checks.check_step` and :func:`.checks.check_cursors`.
