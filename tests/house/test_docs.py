@@ -13,8 +13,7 @@ import torch
 
 from replayssm_tune.codegen import catalogue
 from replayssm_tune.runtime import checks, signatures
-from replayssm_tune.runtime.abi import tensor_arguments
-from replayssm_tune.runtime.plan import Structure
+from replayssm_tune.runtime.abi import launch_structure, tensor_arguments
 from replayssm_tune.tuner.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,9 +79,10 @@ def test_steps_of_snippets_are_what_they_warm_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(signatures, "check_step", check)
     torch._dynamo.reset()
     spec = execute(ROOT / "docs" / "runtime.md", "python")["spec"]
-    assert {signature.spec for signature in met} == {spec}
-    for tensor in tensor_arguments(spec, Structure("both")):
-        assert {signature.dtypes[tensor.name] for signature in met} == {tensor.dtype}, tensor.name
+    assert {signature.spec for signature in met} == {spec, spec.materialize}
+    for signature in met:
+        for tensor in tensor_arguments(signature.spec, launch_structure(signature.spec)):
+            assert signature.dtypes[tensor.name] == tensor.dtype, tensor.name
 
 
 @pytest.mark.gpu

@@ -94,6 +94,7 @@ MALFORMED = {
     "no launches": (lambda d: d["rows"][1].pop("launches"), "'launches' is missing or empty"),
     "roles": (lambda d: d["rows"][1]["launches"].append(launch(d)), "a plan cannot be made of roles"),
     "role": (lambda d: launch(d)["structure"].update(role="native"), "op 'step' cannot use plan"),
+    "no step": (lambda d: launch(d)["structure"].update(role="materialize"), "op 'step' cannot use plan"),
     "structure": (lambda d: launch(d)["structure"].update(load="magic"), r"\[0\]: structure: load 'magic'"),
     "tile": (lambda d: launch(d)["tile"].pop("block_p"), "tile: field 'block_p' is missing"),
     "digest": (lambda d: launch(d).update(module_digest=""), "a module digest is empty"),
