@@ -36,7 +36,7 @@ def spec_of(kind, dtypes=DTYPES[0], op="step"):
 
 @functools.cache
 def scene_of(kind, dtypes=DTYPES[0], op="step"):
-    return Trajectory(spec_of(kind, dtypes, op), heads=4, steps=24, null_slot=0)
+    return Trajectory(spec_of(kind, dtypes, op), heads=4, steps=18, null_slot=0)
 
 
 @functools.cache
