@@ -16,6 +16,7 @@ if "." not in __name__:
     )
 
 if TYPE_CHECKING:
+    from .conv import conv_seed, conv_step
     from .errors import (
         ArgumentError,
         CompileError,
@@ -49,6 +50,7 @@ else:
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
         **dict.fromkeys(_OPS, "ops"),
+        **dict.fromkeys(("conv_seed", "conv_step"), "conv"),
         "Spec": "spec",
     }
 
@@ -73,6 +75,8 @@ __all__ = [
     "ToolchainError",
     "bytes_per_slot",
     "commit",
+    "conv_seed",
+    "conv_step",
     "drained",
     "make_cache",
     "mamba2_native_step",

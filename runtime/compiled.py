@@ -137,7 +137,7 @@ def _launcher(
 ) -> Callable[..., None]:
     kernel = getattr(load_module(path), name)
     if not hasattr(kernel, "cache_key"):  # Triton's interpreter
-        return functools.partial(_interpret, kernel)
+        return functools.partial(interpret, kernel)
     return _compiled(path, name, spec, variant, dtypes, aligned, torch.cuda.current_device())
 
 
@@ -157,7 +157,7 @@ def _compiled(
     kernel = getattr(load_module(path), name)
     try:
         target: GPUTarget = triton.runtime.driver.active.get_current_target()
-        return _bind(
+        return bind_binary(
             compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
         )
     except (RuntimeError, subprocess.CalledProcessError) as error:
@@ -178,7 +178,8 @@ def explain_launcher_error(error: Exception) -> None:
         ) from error
 
 
-def _bind(compiled: Any) -> Callable[..., None]:
+def bind_binary(compiled: Any) -> Callable[..., None]:
+    """The launch of a compiled kernel: a function of blocks, rows, raw stream and all its parameters."""
     compiled._init_handles()
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
@@ -188,6 +189,7 @@ def _bind(compiled: Any) -> Callable[..., None]:
     return launch
 
 
-def _interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:
+def interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:
+    """As a function of :func:`bind_binary`, in Triton's interpreter."""
     del stream
     kernel[(blocks, rows)](*arguments)

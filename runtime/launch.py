@@ -22,7 +22,7 @@ from .checks import Signature
 from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .lookup import announce, default_lookup
-from .modules import cursors_path, load_module, module_path
+from .modules import CURSORS, load_module, module_path, shared_path
 from .plan import Plan, Structure
 from .spec import Spec
 from .table import GpuInfo
@@ -190,7 +190,7 @@ def _prepare(signature: Signature, x: Tensor) -> _Launcher:
 
 
 def _cursor_kernel(name: str) -> Any:
-    return getattr(load_module(cursors_path()), name)
+    return getattr(load_module(shared_path(CURSORS)), name)
 
 
 def _launch_cursors(name: str, rows: int, *arguments: object) -> None:

@@ -451,8 +451,8 @@ def _refuse_grad(**tensors: Tensor | None) -> None:
             )
 
 
-def _late(function: str) -> Callable[..., Any]:
-    """A function of :mod:`.launch`, imported at the first call: importing ops needs no Triton.
+def _late(function: str, module: str = "launch") -> Callable[..., Any]:
+    """A function of a module that launches, imported at the first call: importing ops needs no Triton.
 
     The function raises ToolchainError where Triton is missing or broken.
     """
@@ -462,13 +462,13 @@ def _late(function: str) -> Callable[..., Any]:
         nonlocal target
         if target is None:
             try:
-                target = getattr(importlib.import_module(".launch", __package__), function)
+                target = getattr(importlib.import_module(f".{module}", __package__), function)
             except ImportError as error:
                 if (error.name or "").partition(".")[0] != "triton":
                     raise
                 raise ToolchainError(
                     f"triton, which compiles the kernels for CUDA tensors, cannot be imported: {error}",
-                    where=f"{function} of {__package__}.launch",
+                    where=f"{function} of {__package__}.{module}",
                     hint="install a triton that fits this torch, or call the ops on CPU tensors: those need "
                     "none",
                 ) from error

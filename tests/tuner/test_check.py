@@ -66,7 +66,7 @@ def test_a_sound_folder(folder):
     checked = check(folder)
     assert failures(checked) == set()
     assert checked.counts == {
-        "tables": 1, "rows": 2, "files": 3, "kernels": 2, "binaries": 1, "defaults": 1,
+        "tables": 1, "rows": 2, "files": 4, "kernels": 2, "binaries": 1, "defaults": 1,
         "cells": checked.counts["cells"],
     }  # fmt: skip
     assert report.checked_info(checked)["exit"] == "OK"
