@@ -188,7 +188,14 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 def figure(records: Sequence[Record]) -> str:
     """The README's figure: the layer of Nemotron-3 Super, 16 heads a group of 64 x 128."""
-    layer = {"head_dim": 64, "state_size": 128, "heads_per_group": 16, "window": 16, "T": 1}
+    layer = {
+        "family": "mamba2",
+        "head_dim": 64,
+        "state_size": 128,
+        "heads_per_group": 16,
+        "window": 16,
+        "T": 1,
+    }
     gpus = sorted({r["cell"]["gpu"] for r in select(records, "step_time_us", **layer)})
     gpu = "H200" if "H200" in gpus or not gpus else gpus[0]
     panels = info(records, gpu, **layer)

@@ -91,7 +91,7 @@ def launches(spec: Spec) -> dict[str, Call]:
     tensors = tuple(given[names.get(a.name, a.name)] for a in tensor_arguments(spec, structure))
     scalars: tuple[int, ...] = (-1,) if spec.is_native else (given["ring_x"].shape[2], -1)
     values = (*tensors, *tensor_strides(spec, structure, tensors), *scalars, *constants(tile))
-    blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
+    blocks = variant.programs_per_row(spec.head_dim, heads)
 
     kernel = load_module(module_path(spec, structure)).step
     target = triton.runtime.driver.active.get_current_target()

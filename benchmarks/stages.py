@@ -55,21 +55,23 @@ class Stage:
     values: tuple[tuple[str, str], ...] = ()
 
 
-_RING = ("ring_x", "ring_b", "fold_b", "ring_delta", "later_delta")
-_APPENDS = ("ring_x_head_ptr", "ring_x_ptrs", "ring_b_group_ptr", "new_decay_ptr")
+_RING = ("ring_x", "ring_b", "fold_b", "ring_delta", "later_delta", "ring_gate", "later_gate")
+_OUTPUT = ("out_head_ptr", "out_ptrs")
+_APPENDS = ("ring_x_head_ptr", "ring_x_heads_ptr", "ring_x_ptrs", "ring_b_group_ptr", "new_decay_ptr")
+_SCORE = "(j + 1).to(tl.float32)"
 STAGES = {
-    "output": Stage(stores=("out_head_ptr",)),
+    "output": Stage(stores=_OUTPUT),
     "appends": Stage(stores=_APPENDS),
-    "output and appends": Stage(stores=("out_head_ptr", *_APPENDS)),
+    "output and appends": Stage(stores=(*_OUTPUT, *_APPENDS)),
     "ring reads": Stage(loads=_RING),
-    "ring reads, output and appends": Stage(stores=("out_head_ptr", *_APPENDS), loads=_RING),
+    "ring reads, output and appends": Stage(stores=(*_OUTPUT, *_APPENDS), loads=_RING),
     "reading the cursors": Stage(
         values=(
             ("ring_len", "ring_capacity - NUM_TOKENS - {missing}"),
             ("ring_start", "ring_capacity - WINDOW"),
         )
     ),
-    "ring scores": Stage(values=(("score", "(j + 1).to(tl.float32)"),)),
+    "ring scores": Stage(values=(("score", _SCORE), ("score_k", _SCORE))),
 }
 """Stages by the name under which documents show them."""
 

@@ -48,7 +48,7 @@ ASKED_SHARES = {
     ("flush_roof_share", "bf16"): 0.80,
     ("mix_roof_share", "fp32"): 0.87,
 }
-"""What is asked at effective batch 32768, head dim 64, by claim and state dtype."""
+"""What is asked of Mamba-2 at effective batch 32768, head dim 64, by claim and state dtype."""
 
 ASKED_TUNE_MINUTES = 6.0
 """Asked of a cold tune of the model below, both state dtypes, 16 cores: a scope that begins with it."""
@@ -110,7 +110,7 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
             continue
         claim = f"{branch}_roof_share"
         asked = None
-        if batch == ASKED_BATCH and spec.head_dim == 64:
+        if batch == ASKED_BATCH and (spec.family, spec.head_dim) == ("mamba2", 64):
             asked = ASKED_SHARES.get((claim, spec.state_dtype))
         yield _record(claim, key, roof / time_us[branch], asked, "1", True)
     mix = time_us.get("mix")
@@ -227,6 +227,9 @@ def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _layer(cell: Cell) -> str:
+    if cell.get("family") == "gdn":
+        sizes = f"{cell['head_dim']} x {cell['state_size']}"
+        return f"GDN {sizes}, {cell['heads_per_group']} value heads/key head"
     return f"{cell['head_dim']} x {cell['state_size']}, {cell['heads_per_group']} heads/group"
 
 

@@ -47,6 +47,14 @@ def split_terms(spec: Spec) -> bool:
     return spec.ring_dtype == "bf16"
 
 
+_READS: Final = {"mamba2": (("", "c", "c"),), "gdn": (("", "c", "c"), ("_k", "key", "b"))}
+"""Vectors a family reads the state with: suffix of what comes of it, its name, its tensor."""
+
+
+_TEMPLATES: Final = {"native": "native_step.py.jinja", "materialize": "materialize.py.jinja"}
+"""Skeletons of roles that are no branch of a replay step."""
+
+
 @functools.lru_cache(maxsize=4096)
 def render(spec: Spec, structure: Structure) -> str:
     """Source of the module of ``structure`` for ``spec``.
@@ -54,7 +62,7 @@ def render(spec: Spec, structure: Structure) -> str:
     The same input gives the same bytes. The module defines ``step`` and, for precomputed
     coefficients, ``coefficients``; their parameters are those of :mod:`..runtime.abi`.
     """
-    template = "native_step.py.jinja" if structure.role == "native" else "step.py.jinja"
+    template = _TEMPLATES.get(structure.role, "step.py.jinja")
     n_block = next_power_of_two(spec.state_size)
     source = (
         _environment()
@@ -69,6 +77,7 @@ def render(spec: Spec, structure: Structure) -> str:
             head_dim_block=next_power_of_two(spec.head_dim),
             group_block=next_power_of_two(spec.heads_per_group),
             split_terms=split_terms(spec),
+            reads=_READS[spec.family],
         )
     )
     return _tidy(source)

@@ -22,6 +22,8 @@ from ..runtime.plan import ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
 
 WARP_SIZE: Final = 32
+MAX_TILED_HEADS: Final = 4
+"""Heads of a group up to which a program's loop may go over row tiles."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ AXES: Final = (
     Axis("readout", STRUCTURE_VALUES["readout"], "state read-out: sums in registers, or a tensor-core dot"),
     Axis("scores", STRUCTURE_VALUES["scores"], "ring scores B.C: sums in registers, or a tensor-core dot"),
     Axis("load", STRUCTURE_VALUES["load"], "state loaded where it is used, or ahead of everything else"),
+    Axis("loop", STRUCTURE_VALUES["loop"], "a program's loop: its heads, or all row tiles of its heads"),
     Axis("block_p", _POWERS, "rows of the state a program holds"),
     Axis("block_n", _POWERS, "columns a read-out loads at a time (early, native: that a thread's row spans)"),
     Axis("fold_block_n", (0, *_POWERS), "columns a fold works on at a time"),
@@ -76,7 +79,7 @@ def state_block(spec: Spec) -> int:
 
 def folds(structure: Structure) -> bool:
     """Whether kernels of ``structure`` fold ring tokens into the state."""
-    return structure.role in ("both", "flush") or structure.route == "rebuild"
+    return structure.role in ("both", "flush", "materialize") or structure.route == "rebuild"
 
 
 def reads_old(structure: Structure) -> bool:
@@ -88,11 +91,16 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     keeps_rows = structure.role in ("both", "nonflush")
     return (
-        spec.is_native == (structure.role == "native")
+        structure.role in roles(spec)
         and (keeps_rows or (structure.coefficients, structure.route) == ("inline", "output_only"))
         and (reads_old(structure) or structure.scores == "elementwise")
-        and (structure.role != "native" or structure == Structure("native"))
+        and (structure.role not in ("native", "materialize") or structure == Structure(structure.role))
     )
+
+
+def _precomputed(spec: Spec, variant: Variant) -> bool:
+    # In GDN what the ring gets (u) hangs on the read-out: little is left to compute ahead.
+    return variant.structure.coefficients == "inline" or spec.family == "mamba2"
 
 
 def _early(spec: Spec, variant: Variant) -> bool:
@@ -144,8 +152,20 @@ def _heads(spec: Spec, variant: Variant) -> bool:
     return spec.heads_per_group % variant.tile.heads_per_program == 0
 
 
+def _tiles(spec: Spec, variant: Variant) -> bool:
+    """A loop over tiles pays where a group has few heads to loop over."""
+    structure = variant.structure
+    return structure.loop == "heads" or (
+        (structure.load, structure.coefficients) == ("late", "inline")
+        and spec.heads_per_group <= MAX_TILED_HEADS
+    )
+
+
 def _stages(spec: Spec, variant: Variant) -> bool:
-    return variant.tile.num_stages == 1 or variant.tile.heads_per_program >= variant.tile.num_stages
+    rounds = variant.tile.heads_per_program
+    if variant.structure.loop == "tiles":
+        rounds *= -(-spec.head_dim // variant.tile.block_p)
+    return variant.tile.num_stages == 1 or rounds >= variant.tile.num_stages
 
 
 def _registers(spec: Spec, variant: Variant) -> bool:
@@ -167,13 +187,15 @@ def _registers(spec: Spec, variant: Variant) -> bool:
 
 CONSTRAINTS: Final = (
     Constraint("axis of another role", _own_axes),
+    Constraint("coefficients by a kernel of their own: Mamba-2", _precomputed),
     Constraint("early load: one head, inline, the whole state", _early),
     Constraint("read-out by dot: dtypes and whole rows", _dot_readout),
     Constraint("scores by dot: 16-bit ring", _dot_scores),
     Constraint("block_p within the head", _block_of_rows),
     Constraint("blocks within the state", _block_of_columns),
     Constraint("heads_per_program divides the group", _heads),
-    Constraint("num_stages within the heads", _stages),
+    Constraint("loop over tiles: late load, inline, few heads a group", _tiles),
+    Constraint("num_stages within the loop", _stages),
     Constraint("state values per thread", _registers),
 )
 """All constraints; a point counts under the first that it breaks."""
@@ -284,6 +306,8 @@ _LATE: Final[Mapping[str, str]] = MappingProxyType({})
 _PRECOMPUTED: Final = MappingProxyType({"coefficients": "precomputed"})
 _PRECOMPUTED_DOT: Final = MappingProxyType({"coefficients": "precomputed", "readout": "dot"})
 _REBUILD: Final = MappingProxyType({"route": "rebuild"})
+_TILES: Final = MappingProxyType({"loop": "tiles"})
+_TILES_DOT: Final = MappingProxyType({"readout": "dot", "loop": "tiles"})
 _SCORES: Final = MappingProxyType({"scores": "dot"})
 
 REGIONS: Final = (
@@ -306,6 +330,16 @@ REGIONS: Final = (
         "State through shared memory into the dot, several heads in flight.",
         ("both",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
         warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
+    ),
+    Region(
+        "Groups of few heads: the loop goes over row tiles too.",
+        ("both",), _TILES_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2, 4),
+        warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
+    ),
+    Region(
+        "As above, the state through registers.",
+        ("both",), _TILES, _large_rows, _columns(32, 64), _columns(32, 64), _heads_up_to(1, 2, 4),
+        warps_stages=((1, 1), (2, 1), (2, 2)),
     ),
     Region(
         "Ring scores by dot.",
@@ -364,6 +398,11 @@ REGIONS: Final = (
     Region(
         "The native step: reads and writes only.",
         ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
+    ),
+    Region(
+        "Reads a state, folds ring tokens, writes another.",
+        ("materialize",), _LATE, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
+        warps_stages=((1, 1), (2, 1), (4, 1)),
     ),
 )  # fmt: skip
 """Where each role is searched. Widen a region, or add one, for a GPU that differs."""
@@ -429,7 +468,8 @@ def points(spec: Spec, role: str) -> Space:
 
 def roles(spec: Spec) -> tuple[str, ...]:
     """Roles that kernels of ``spec`` may have."""
-    return ("native",) if spec.is_native else tuple(role for role in ROLES if role != "native")
+    alone = {"native_step": ("native",), "materialize": ("materialize",)}
+    return alone.get(spec.op, tuple(role for role in ROLES if (role,) not in alone.values()))
 
 
 @functools.lru_cache(maxsize=256)

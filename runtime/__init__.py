@@ -16,7 +16,7 @@ if "." not in __name__:
     )
 
 if TYPE_CHECKING:
-    from .conv import conv_seed, conv_step
+    from .conv import conv_seed, conv_step, warmup_conv
     from .errors import (
         ArgumentError,
         CompileError,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         bytes_per_slot,
         commit,
         drained,
+        gdn_native_step,
+        gdn_step,
         make_cache,
         mamba2_native_step,
         mamba2_step,
@@ -44,13 +46,13 @@ else:
         "ToolchainError",
     )  # fmt: skip
     _OPS = (
-        "Cache", "bytes_per_slot", "commit", "drained", "make_cache", "mamba2_native_step", "mamba2_step",
-        "reset", "warmup",
+        "Cache", "bytes_per_slot", "commit", "drained", "gdn_native_step", "gdn_step", "make_cache",
+        "mamba2_native_step", "mamba2_step", "reset", "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
         **dict.fromkeys(_OPS, "ops"),
-        **dict.fromkeys(("conv_seed", "conv_step"), "conv"),
+        **dict.fromkeys(("conv_seed", "conv_step", "warmup_conv"), "conv"),
         "Spec": "spec",
     }
 
@@ -78,9 +80,12 @@ __all__ = [
     "conv_seed",
     "conv_step",
     "drained",
+    "gdn_native_step",
+    "gdn_step",
     "make_cache",
     "mamba2_native_step",
     "mamba2_step",
     "reset",
     "warmup",
+    "warmup_conv",
 ]

@@ -67,8 +67,11 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
             TensorArgument("ring_start", "i32"),
             TensorArgument("ring_len", "i32"),
         ]
+    arguments.append(TensorArgument("slot_index", "i32"))
+    if structure.role == "materialize":
+        arguments += [TensorArgument("destination", "i32"), TensorArgument("prefix", "i32")]
+        return (*arguments, *([TensorArgument("a", "fp32")] if spec.family == "mamba2" else []))
     arguments += [
-        TensorArgument("slot_index", "i32"),
         TensorArgument("x", activation, ("row", "head"), True),
         TensorArgument("dt", activation, ("row",)),
         TensorArgument("a", "fp32"),

@@ -106,10 +106,10 @@ class CompiledPlan:
         spec, size = self.spec, heads * scratch_size(self.spec)
         bound = []
         for launcher, variant, tiled, values in self._launches:
-            tile, precomputed = variant.tile, variant.structure.coefficients == "precomputed"
+            precomputed = variant.structure.coefficients == "precomputed"
             blocks = heads // spec.heads_per_group
             if tiled:
-                blocks = -(-spec.head_dim // tile.block_p) * (heads // tile.heads_per_program)
+                blocks = variant.programs_per_row(spec.head_dim, heads)
             fixed = (*strides, size, *scalars) if precomputed else (*strides, *scalars)
             bound.append((launcher, blocks, precomputed, fixed, values))
 
@@ -151,15 +151,26 @@ def _compiled(
     aligned: bool,
     device_index: int,
 ) -> Callable[..., None]:
-    global compilations
-    compilations += 1
     del device_index  # of the key alone: a binary is loaded per device
     kernel = getattr(load_module(path), name)
+
+    def compile_for(target: GPUTarget) -> Any:
+        return compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
+
+    return loaded(compile_for)
+
+
+def loaded(compile_for: Callable[[GPUTarget], Any]) -> Callable[..., None]:
+    """Compile for the current device and load; the result is that of :func:`bind_binary`.
+
+    Raises:
+        CompileError: As ``compile_for`` raises it.
+        ToolchainError: There is no C compiler.
+    """
+    global compilations
+    compilations += 1
     try:
-        target: GPUTarget = triton.runtime.driver.active.get_current_target()
-        return bind_binary(
-            compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
-        )
+        return bind_binary(compile_for(triton.runtime.driver.active.get_current_target()))
     except (RuntimeError, subprocess.CalledProcessError) as error:
         explain_launcher_error(error)
         raise

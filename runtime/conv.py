@@ -9,22 +9,30 @@ still needed, under whatever :func:`.ops.commit` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from . import checks, ops, signatures
+from .checks import (
+    CallSignature,
+    check_rows,
+    check_tensors,
+    described,
+    is_whole,
+    refuse_gradients,
+    refuse_non_tensors,
+)
+from .contracts import CONV_SEED, CONV_STEP, Contract
 from .errors import ArgumentError
-from .reference import live_cursors, live_rows
+from .operators import CursorOperator, StepOperator, cuda_index, late
+from .reference import live_cursors, live_rows, owned_tokens
 from .spec import MAX_WINDOW
 
 WIDTHS: Final = (2, 3, 4)
 """Inputs that an output is made of, itself included."""
-
-_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
-_INDICES: Final = (torch.int32, torch.int64)
 
 
 def conv_step(
@@ -48,8 +56,8 @@ def conv_step(
     ``out_i = act(bias + sum_w weight[:, w] input(i - (width - 1) + w))`` in fp32, the oldest input first;
     ``silu(y) = y / (1 + exp(-y))``. New inputs are taken from ``x``, earlier ones from the ring, where the
     new ones are appended raw at ``ring_start + ring_len`` (mod capacity). Cursors are only read, and it
-    does not matter whether a row of the step flushes: :func:`.ops.commit`, once per step, is all there is
-    to rollback. Until then a call may be repeated.
+    does not matter whether a row of the step flushes: :func:`.ops.commit`, once per step and with the same
+    ``query_start``, is all there is to rollback. Until then a call may be repeated.
 
     All rings under one pair of cursors have the same capacity. A new sequence needs :func:`conv_seed`.
     The innermost dimension of every tensor is contiguous, other strides are free. Padded rows write
@@ -85,20 +93,8 @@ def conv_step(
         CompileError: Triton refuses the kernel.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
-    null = ops._null(null_slot)
-    if activation not in ("silu", None):
-        raise ArgumentError(f"conv_step: activation is {activation!r}; expected 'silu' or None")
-    _refuse_non_tensors(x, weight, bias, ring, ring_start, ring_len, slot_index, query_start, out)
-    if torch.is_grad_enabled():
-        ops._refuse_grad(x=x, weight=weight, bias=bias, ring=ring, out=out)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run = _step_operator if ops._goes_direct(x, ring) else _STEP
-    run(
-        x, weight, bias, ring, ring_start, ring_len, slot_index, query_start, out, window, num_tokens,
-        activation == "silu", null,
-    )  # fmt: skip
-    return out
+    tensors = (x, weight, bias, ring, ring_start, ring_len, slot_index, query_start, out)
+    return _conv_step(tensors, (window, num_tokens, _is_silu(activation)), null_slot)
 
 
 def conv_seed(
@@ -121,68 +117,112 @@ def conv_seed(
     Raises:
         ArgumentError: A tensor does not fit.
     """
-    null = ops._null(null_slot)
-    checks.refuse_non_tensors("conv_seed", history=history, ring=ring, ring_start=ring_start, slots=slots)
+    tensors = (history, ring, ring_start, slots)
     if torch.is_grad_enabled():
-        ops._refuse_grad(history=history, ring=ring)
-    run = _seed_operator if ops._goes_direct(history, ring) else _SEED
-    run(history, ring, ring_start, slots, null)
+        refuse_non_tensors(CONV_SEED, tensors)
+        refuse_gradients(CONV_SEED, tensors)
+    _conv_seed(tensors, (), null_slot)
+
+
+def warmup_conv(
+    channels: int,
+    width: int,
+    batches: Sequence[int],
+    device: torch.device | str = "cuda",
+    *,
+    num_tokens: int = 1,
+    packed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    ring_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    has_bias: bool = False,
+    activation: Literal["silu"] | None = "silu",
+    index_dtype: torch.dtype = torch.int32,
+    aligned: bool = True,
+) -> int:
+    """Compile everything that :func:`conv_step` and :func:`conv_seed` will need, ahead of a capture.
+
+    The cursor ops beside them are compiled by :func:`.ops.warmup`, for packed rows too.
+
+    Args:
+        channels: Of the convolution on this GPU.
+        width: Inputs that an output is made of, 2 to 4.
+        batches: Rows of the captures.
+        device: CUDA device.
+        num_tokens: As in the step.
+        packed: The step is given ``query_start``.
+        dtype: Of ``x`` and of a prompt's last inputs.
+        ring_dtype: Of the ring; None for ``dtype``.
+        weight_dtype: Of weight and bias; None for ``dtype``.
+        has_bias: The step is given a bias.
+        activation: As in the step.
+        index_dtype: Of slot_index and slots.
+        aligned: Pointers and strides of x, out, ring and history are multiples of 16 bytes. Call once more
+            with False where they are not.
+
+    Returns:
+        Number of kernels compiled (or loaded from Triton's cache).
+
+    Raises:
+        ArgumentError: No such call of the ops is legal.
+        CompileError: A kernel does not compile.
+        ToolchainError: There is no CUDA device, no triton or no C compiler.
+    """
+    for name, value in (("channels", channels), ("width", width), ("num_tokens", num_tokens)):
+        _count(name, value)
+    capacity = 2 * num_tokens + width - 1  # of the smallest window; kernels do not know it
+
+    def like(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weights = weight_dtype or dtype
+    cursor, ring = like(torch.int32, 1), like(ring_dtype or dtype, 1, capacity, channels)
+    weight, bias = like(weights, channels, width), like(weights, channels) if has_bias else None
+    steps, seeds = [], []
+    for rows in batches:
+        _count("a batch", rows)
+        slots, query_start = like(index_dtype, rows), like(torch.int32, rows + 1) if packed else None
+        x, history = like(dtype, rows * num_tokens, channels), like(dtype, rows, width - 1, channels)
+        tensors = (x, weight, bias, ring, cursor, cursor, slots, query_start, None)
+        scalars = (num_tokens, num_tokens, _is_silu(activation))
+        steps.append(check_conv_step(CONV_STEP, tensors, scalars))
+        seeds.append((history, ring, cursor, slots))
+        check_conv_seed(CONV_SEED, seeds[-1], ())
+    compiled: int = _compile_ahead(steps, seeds, aligned, cuda_index(device))
+    return compiled
 
 
 # ---- checks, from metadata alone: they serve symbolic shapes too ----
 
 
-@dataclass(frozen=True, eq=False)
-class Convolution:
-    """A checked call of :func:`conv_step`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConvSignature(CallSignature):
+    """A checked call of :func:`conv_step`; rows of its output are tokens."""
 
-    out_bytes: int
-    """From the first to past the last byte of ``out``."""
-    apart_bytes: tuple[int, int]
-    """The same of ``x`` and of the ring."""
-    launcher: Any = None
-    """Set by :mod:`.conv_launch` at the first launch: what need not be worked out again."""
+    sizes: dict[str, int]
+    """By the dimensions of the contract."""
+    num_tokens: int
+    silu: bool
 
 
 def check_conv_step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ring: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    query_start: Tensor | None,
-    out: Tensor,
-    window: int,
-    num_tokens: int,
-) -> Convolution:
-    """Full check of a step; see :func:`conv_step` for what is asked.
+    contract: Contract, tensors: Sequence[Tensor | None], scalars: Sequence[Any]
+) -> ConvSignature:
+    """Full check of a step, with arguments in the contract's order; see :func:`conv_step`.
 
     Raises:
         ArgumentError: A tensor or number does not fit.
     """
-    op = "conv_step"
-    _refuse_non_tensors(x, weight, bias, ring, ring_start, ring_len, slot_index, query_start, out)
-    checks._rank(op, "x", x, ("tokens", "channels"))
-    checks._rank(op, "weight", weight, ("channels", "width"))
-    checks._rank(op, "ring", ring, ("slots", "capacity", "channels"))
-    checks._rank(op, "slot_index", slot_index, ("rows",))
-    tokens, channels = x.shape
-    rows, (slots, capacity), width = slot_index.shape[0], ring.shape[:2], weight.shape[1]
-    if channels == 0:
-        raise ArgumentError(f"{op}: x has no channels (its dimension 1)")
+    op, (window, num_tokens, silu) = contract.name, scalars
+    sizes = check_tensors(contract, tensors, scalars)
+    rows, tokens, capacity, width = (sizes[dim] for dim in ("rows", "tokens", "capacity", "width"))
+    _check_channels(contract, sizes)
     if width not in WIDTHS:
         raise ArgumentError(
             f"{op}: weight has width {width} (its dimension 1); expected {WIDTHS[0]} to {WIDTHS[-1]}. A "
             "weight of torch's conv1d, (channels, 1, width), loses its dimension 1"
         )
-    if rows > checks.MAX_ROWS:
-        raise ArgumentError(
-            f"{op}: slot_index has {rows} rows, a launch takes at most {checks.MAX_ROWS}; split the batch"
-        )
-    checks._whole(op, "window", window)
-    checks._whole(op, "num_tokens", num_tokens)
+    check_rows(contract, rows)
     if not 1 <= num_tokens <= window <= MAX_WINDOW:
         raise ArgumentError(
             f"{op}: num_tokens is {num_tokens} and window {window}; a window is 1 to {MAX_WINDOW} tokens "
@@ -195,106 +235,54 @@ def check_conv_step(
             f"needs window + num_tokens + width - 1 = {window} + {num_tokens} + {width - 1} = {least}; "
             "allocate longer rings, all of a cache group alike"
         )
-    if query_start is None:
-        if tokens != rows * num_tokens:
-            raise ArgumentError(
-                f"{op}: x has {tokens} tokens (its dimension 0); expected {rows} rows of {num_tokens}, "
-                f"{rows * num_tokens}; pass query_start where rows vary"
-            )
-    else:
-        checks._tensor(op, "query_start", query_start, (rows + 1,), (torch.int32,), x)
-    either = tuple(dict.fromkeys((x.dtype, torch.float32)))
-    checks._tensor(op, "x", x, (tokens, channels), _FLOATS, x)
-    checks._tensor(op, "weight", weight, (channels, width), either, x)
-    if bias is not None:
-        checks._tensor(op, "bias", bias, (channels,), either, x)
-    checks._tensor(op, "ring", ring, (slots, capacity, channels), either, x, True)
-    checks._tensor(op, "ring_start", ring_start, (slots,), (torch.int32,), x)
-    checks._tensor(op, "ring_len", ring_len, (slots,), (torch.int32,), x)
-    checks._tensor(op, "slot_index", slot_index, (rows,), _INDICES, x)
-    checks._tensor(op, "out", out, (tokens, channels), (x.dtype,), x, True)
-    return Convolution(checks._extent(out), (checks._extent(x), checks._extent(ring)))
+    if tensors[contract.position("query_start")] is None and tokens != rows * num_tokens:
+        raise ArgumentError(
+            f"{op}: x has {tokens} tokens (its dimension 0); expected {rows} rows of {num_tokens}, "
+            f"{rows * num_tokens}; pass query_start where rows vary"
+        )
+    return ConvSignature(
+        **described(contract, tensors), rows=tokens, sizes=sizes, num_tokens=num_tokens, silu=silu
+    )
 
 
-def check_conv_seed(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor) -> None:
-    """Full check of :func:`conv_seed`.
+def check_conv_seed(contract: Contract, tensors: Sequence[Tensor | None], scalars: Sequence[Any]) -> None:
+    """Full check of a seed, with arguments in the contract's order; see :func:`conv_seed`.
 
     Raises:
         ArgumentError: A tensor does not fit.
     """
-    op = "conv_seed"
-    checks._rank(op, "history", history, ("rows", "width - 1", "channels"))
-    checks._rank(op, "ring", ring, ("slots", "capacity", "channels"))
-    rows, length, channels = history.shape
-    room, capacity = ring.shape[:2]
+    op, sizes = contract.name, check_tensors(contract, tensors, scalars)
+    length, capacity = sizes["width - 1"], sizes["capacity"]
     if length + 1 not in WIDTHS:
         raise ArgumentError(
             f"{op}: history has {length} inputs a row (its dimension 1); expected width - 1, "
             f"{WIDTHS[0] - 1} to {WIDTHS[-1] - 1}"
         )
-    if channels == 0:
-        raise ArgumentError(f"{op}: history has no channels (its dimension 2)")
-    if rows > checks.MAX_ROWS:
-        raise ArgumentError(
-            f"{op}: history has {rows} rows, a launch takes at most {checks.MAX_ROWS}; split the batch"
-        )
+    _check_channels(contract, sizes)
+    check_rows(contract, sizes["rows"])
     if capacity < length + 2:
         raise ArgumentError(
             f"{op}: ring has room for {capacity} tokens (its dimension 1), too few for any window: it needs "
             f"window + num_tokens + width - 1, at least {length + 2}"
         )
-    checks._tensor(op, "ring", ring, (room, capacity, channels), _FLOATS, history, True)
-    held = _FLOATS if ring.dtype == torch.float32 else (ring.dtype,)
-    checks._tensor(op, "history", history, (rows, length, channels), held, history)
-    checks._tensor(op, "ring_start", ring_start, (room,), (torch.int32,), history)
-    checks._tensor(op, "slots", slots, (rows,), _INDICES, history)
 
 
-def _refuse_non_tensors(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ring: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    query_start: Tensor | None,
-    out: Tensor | None,
-) -> None:
-    optional = {"bias": bias, "query_start": query_start, "out": out}
-    checks.refuse_non_tensors(
-        "conv_step", x=x, weight=weight, ring=ring, ring_start=ring_start, ring_len=ring_len,
-        slot_index=slot_index, **{name: value for name, value in optional.items() if value is not None},
-    )  # fmt: skip
+def _check_channels(contract: Contract, sizes: dict[str, int]) -> None:
+    if sizes["channels"] == 0:
+        position, dimension = contract.sizes_at["channels"]
+        name = contract.names[position]
+        raise ArgumentError(f"{contract.name}: {name} has no channels (its dimension {dimension})")
 
 
-def _refuse_overlap(out: Tensor, x: Tensor, ring: Tensor, call: Convolution) -> None:
-    begin = out.data_ptr()
-    for name, other, size in zip(("x", "ring"), (x, ring), call.apart_bytes, strict=True):
-        if (at := other.data_ptr()) < begin + call.out_bytes and begin < at + size:
-            raise ArgumentError(
-                f"conv_step: out overlaps the memory of {name}, which other programs of the launch may still "
-                "have to read or write; give out memory of its own, or leave it out"
-            )
+def _is_silu(activation: object) -> bool:
+    if activation not in ("silu", None):
+        raise ArgumentError(f"conv_step: activation is {activation!r}; expected 'silu' or None")
+    return activation == "silu"
 
 
-# Calls met before, of this record; guards take tensors only, and each but once.
-_calls: Any = signatures._Signatures()
-_NO_BIAS, _NO_QUERY = torch.empty(0), torch.empty(0)
-
-
-def _checked(*arguments: Any) -> Convolution:
-    """As :func:`check_conv_step`, in full the first time alone."""
-    *tensors, window, num_tokens, silu = arguments
-    x, bias, query_start = tensors[0], tensors[2], tensors[7]
-    key = x.shape, window, type(window), num_tokens, type(num_tokens), silu  # 4.0 is equal to 4
-    tensors[2] = _NO_BIAS if bias is None else bias
-    tensors[7] = _NO_QUERY if query_start is None else query_start
-    call: Convolution | None = _calls.find(key, tuple(tensors))
-    if call is None:
-        call = check_conv_step(*arguments[:-1])
-        _calls.add(key, tuple(tensors), call)
-    return call
+def _count(name: str, value: object) -> None:
+    if not isinstance(value, int) or not is_whole(value) or value < 1:
+        raise ArgumentError(f"warmup_conv: {name} is {value!r}; expected a whole number of at least 1")
 
 
 # ---- plain torch: the reference, and what serves CPUs ----
@@ -316,7 +304,7 @@ def eager_conv_step(
     null_slot: int,
 ) -> None:
     """:func:`conv_step` on any device; arguments in the order of the operator's schema."""
-    begin, count = _owned(query_start, len(slot_index), len(x), num_tokens, x.device)
+    begin, count = owned_tokens(query_start, slot_index, num_tokens, len(x))
     row, slot = live_rows(torch.where(count > 0, slot_index, -1), null_slot, len(ring))
     capacity, width = ring.shape[1], weight.shape[1]
     start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
@@ -343,34 +331,6 @@ def eager_conv_step(
     ring[where] = x[token[mine]].to(ring.dtype)
 
 
-def _owned(
-    query_start: Tensor | None, rows: int, tokens: int, num_tokens: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """First token and number of tokens of each row, int64.
-
-    Raises:
-        ArgumentError: The entries are no packing of rows. Nothing has been written yet.
-    """
-    if query_start is None:
-        begin = torch.arange(rows, device=device) * num_tokens
-        return begin, torch.full_like(begin, num_tokens)
-    bounds = query_start.long()
-    count = bounds.diff()
-    bad = ((count < 0) | (count > num_tokens)).nonzero()[:, 0]
-    if int(bounds[0]) != 0 or int(bounds[-1]) > tokens or len(bad):
-        row = int(bad[0]) if len(bad) else 0
-        what = (
-            f"row {row} is given {int(count[row])} tokens"
-            if len(bad)
-            else f"query_start begins at {int(bounds[0])} and ends at {int(bounds[-1])}"
-        )
-        raise ArgumentError(
-            f"conv_step: {what}, of {tokens} tokens in x",
-            hint=f"query_start goes from 0 to at most {tokens} in steps of 0 to num_tokens = {num_tokens}",
-        )
-    return bounds[:-1], count
-
-
 def eager_conv_seed(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor, null_slot: int) -> None:
     """:func:`conv_seed` on any device."""
     row, slot = live_rows(slots, null_slot, len(ring))
@@ -380,48 +340,10 @@ def eager_conv_seed(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Te
     ring[slot[:, None], (start.long()[:, None] + back) % capacity] = history[row].to(ring.dtype)
 
 
-# ---- the operators; what the dispatcher calls checks for itself ----
-
-_launch_conv_step = ops._late("launch_conv_step", "conv_launch")
-_launch_conv_seed = ops._late("launch_conv_seed", "conv_launch")
-
-
-def _step_operator(*arguments: Any) -> None:
-    call = _checked(*arguments[:-1])
-    x, ring, slot_index, out = (arguments[i] for i in (0, 3, 6, 8))
-    _refuse_overlap(out, x, ring, call)
-    if not len(x) or not len(slot_index):
-        out.zero_()
-    elif x.is_cuda:
-        _launch_conv_step(*arguments, call)
-    else:
-        eager_conv_step(*arguments)
-
-
-def _seed_operator(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor, null_slot: int) -> None:
-    check_conv_seed(history, ring, ring_start, slots)
-    if len(slots):
-        run = _launch_conv_seed if history.is_cuda else eager_conv_seed
-        run(history, ring, ring_start, slots, null_slot)
-
-
-def _fake_step(*arguments: Any) -> None:
-    check_conv_step(*arguments[:11])
-
-
-def _fake_seed(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor, null_slot: int) -> None:
-    check_conv_seed(history, ring, ring_start, slots)
-
-
-_STEP = ops._register(
-    "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) ring, Tensor ring_start, Tensor ring_len, "
-    "Tensor slot_index, Tensor? query_start, Tensor(b!) out, int window, int num_tokens, bool silu, "
-    "int null_slot) -> ()",
-    _step_operator,
-    _fake_step,
-)
-_SEED = ops._register(
-    "conv_seed(Tensor history, Tensor(a!) ring, Tensor ring_start, Tensor slots, int null_slot) -> ()",
-    _seed_operator,
-    _fake_seed,
-)
+_conv_step: Final = StepOperator(
+    CONV_STEP, eager_conv_step, late("prepare", "conv_launch"), check_conv_step
+).call
+_conv_seed: Final = CursorOperator(
+    CONV_SEED, eager_conv_seed, late("launch_conv_seed", "conv_launch"), check_conv_seed
+).call
+_compile_ahead: Final = late("compile_ahead", "conv_launch")

@@ -1,4 +1,4 @@
-"""CUDA implementations of the convolution's ops: compile once, launch.
+"""CUDA implementations of the convolution's ops: choose a tile, compile once, launch.
 
 Kernels are compiled ahead of their launch from dtypes and constants alone, as those of steps are (see
 :mod:`.build`): strides and sizes are run-time arguments, and there is one compilation for pointers,
@@ -8,24 +8,25 @@ strides and channels that allow loads of 16 bytes, one for any.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from subprocess import CalledProcessError
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import triton
 from torch import Tensor
-from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget
 
-from . import compiled
-from .abi import next_power_of_two
-from .build import ALIGNMENT_BYTES
-from .conv import Convolution
+from .abi import TensorArgument, next_power_of_two
+from .build import ALIGNMENT_BYTES, compile_unit, typed
+from .compiled import Launch, interpret, loaded
+from .contracts import CONV_SEED, CONV_STEP, Contract
+from .conv import ConvSignature
 from .dtypes import DTYPE_NAMES
-from .errors import CompileError
-from .launch import _raw_stream
+from .launch import Launcher
 from .modules import CONVOLUTION, load_module, shared_path
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 TILES: Final = ((4096, 512, 4), (1024, 256, 2), (0, 128, 1))
 """Least rows x blocks of 128 channels, channels of a program, its warps. Chosen by hand, never tuned."""
@@ -35,44 +36,46 @@ _VALUES_PER_WARP: Final = 1024
 
 
 @dataclass(frozen=True)
-class _Kernel:
-    """One kernel of the module: its parameters, in order."""
+class Kernel:
+    """A kernel of the module: its parameters, in order. Constants end with the channels of a program."""
 
-    name: str
-    tensors: tuple[str, ...]
-    strides: tuple[tuple[str, int, str], ...]
-    """Tensor, dimension, and what the kernel calls that."""
+    contract: Contract
+    tensors: tuple[TensorArgument, ...]
     scalars: tuple[str, ...]
-    """All but ``null_slot``, which is last."""
     constants: tuple[str, ...]
-    vectorized: tuple[str, ...]
 
-    def parameters(self) -> tuple[str, ...]:
-        pointers = (f"{name}_ptr" for name in self.tensors)
-        strides = (f"{name}_stride_{dim}" for name, _, dim in self.strides)
-        return (*pointers, *strides, *self.scalars, "null_slot", *self.constants)
+    @property
+    def function(self) -> Any:
+        """The kernel itself, loaded."""
+        return getattr(load_module(shared_path(CONVOLUTION)), self.contract.name)
 
 
-_STEP: Final = _Kernel(
-    "conv_step",
+STEP: Final = Kernel(
+    CONV_STEP,
     (
-        "ring", "ring_start", "ring_len", "slot_index", "x", "weight", "bias", "query_start", "out",
+        TensorArgument("ring", "bf16", ("slot", "token"), True),
+        TensorArgument("ring_start", "i32"),
+        TensorArgument("ring_len", "i32"),
+        TensorArgument("slot_index", "i32"),
+        TensorArgument("x", "bf16", ("token",), True),
+        TensorArgument("weight", "bf16", ("channel",)),
+        TensorArgument("bias", "bf16"),
+        TensorArgument("query_start", "i32"),
+        TensorArgument("out", "bf16", ("token",), True),
     ),
-    (
-        ("ring", 0, "slot"), ("ring", 1, "token"), ("x", 0, "token"), ("weight", 0, "channel"),
-        ("out", 0, "token"),
-    ),
-    ("channels", "ring_capacity", "tokens"),
+    ("channels", "ring_capacity", "tokens", "null_slot"),
     ("NUM_TOKENS", "TOKEN_BLOCK", "WIDTH", "SILU", "BLOCK"),
-    ("ring", "x", "out"),
-)  # fmt: skip
-_SEED: Final = _Kernel(
-    "conv_seed",
-    ("ring", "ring_start", "slots", "history"),
-    (("ring", 0, "slot"), ("ring", 1, "token"), ("history", 0, "row"), ("history", 1, "token")),
-    ("channels", "ring_capacity"),
+)
+SEED: Final = Kernel(
+    CONV_SEED,
+    (
+        TensorArgument("ring", "bf16", ("slot", "token"), True),
+        TensorArgument("ring_start", "i32"),
+        TensorArgument("slots", "i32"),
+        TensorArgument("history", "bf16", ("row", "token"), True),
+    ),
+    ("channels", "ring_capacity", "null_slot"),
     ("HISTORY", "BLOCK"),
-    ("ring", "history"),
 )
 
 
@@ -83,195 +86,163 @@ def tile(rows: int, channels: int, tokens: int) -> tuple[int, int]:
     return max(16, min(block, _VALUES_PER_WARP * warps // tokens)), warps
 
 
-def launch_conv_step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ring: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    query_start: Tensor | None,
-    out: Tensor,
-    window: int,
-    num_tokens: int,
-    silu: bool,
-    null_slot: int,
-    call: Convolution,
-) -> None:
-    """CUDA implementation of :func:`.conv.conv_step`; all arguments have been checked.
+@dataclass(frozen=True)
+class Choice:
+    """What a kernel is compiled for, besides dtypes and alignment."""
 
-    Raises:
-        CompileError: The kernel does not compile.
-        ToolchainError: There is no C compiler.
+    constants: tuple[int, ...]
+    """In order; the last is the channels of a program."""
+    warps: int
+
+
+class _ConvLauncher(Launcher):
+    """Of one kernel, for a grid of channels by rows.
+
+    Args:
+        kernel: Which kernel.
+        choice: What it is compiled for.
+        strides: As in :class:`.launch.Launcher`.
+        dtypes: As in :class:`.launch.Launcher`.
+        rows: Sequences.
+        scalars: All but the null slot, in order, channels first.
+        device_index: CUDA device.
     """
-    tensors = (ring, ring_start, ring_len, slot_index, x, weight, bias, query_start, out)
-    launcher: _Launcher | None = call.launcher
-    if launcher is None:
-        (tokens, channels), width = x.shape, weight.shape[1]
-        token_block = next_power_of_two(num_tokens)
-        block, warps = tile(len(slot_index), channels, token_block)
-        launcher = _Launcher(
-            _STEP, tensors, len(slot_index), (channels, ring.shape[1], tokens),
-            (num_tokens, token_block, width, silu, block), warps,
-        )  # fmt: skip
-        object.__setattr__(call, "launcher", launcher)
-    launcher.launch(tensors, null_slot)
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        choice: Choice,
+        strides: Mapping[str, Sequence[int]],
+        dtypes: Mapping[str, str],
+        rows: int,
+        scalars: tuple[int, ...],
+        device_index: int,
+    ) -> None:
+        super().__init__(kernel.contract.kernel_names, kernel.tensors, strides, dtypes, device_index)
+        self.kernel, self.choice = kernel, choice
+        self._rows, self._scalars = rows, scalars
+
+    def prepare(self, aligned: bool) -> Launch:
+        aligned &= not self._scalars[0] % ALIGNMENT_BYTES
+        run = _launch_of(self.kernel, self.choice, self._dtypes, aligned, self._device_index)
+        constants, rows, fixed = self.choice.constants, self._rows, (*self._strides, *self._scalars)
+        blocks = -(-self._scalars[0] // constants[-1])
+
+        def launch(tensors: Sequence[Tensor], null_slot: int, stream: int) -> None:
+            if rows:
+                run(blocks, rows, stream, *tensors, *fixed, null_slot, *constants)
+            else:
+                tensors[-1].zero_()  # tokens that nobody owns
+
+        return launch
+
+
+def prepare(signature: ConvSignature, device_index: int) -> Launcher:
+    """What launches calls of ``conv_step`` with ``signature``, worked out once and kept with it."""
+    launcher = _step_launcher(signature, device_index)
+    object.__setattr__(signature, "launcher", launcher)
+    return launcher
+
+
+def _step_launcher(signature: ConvSignature, device_index: int) -> _ConvLauncher:
+    rows, channels, capacity, width = (
+        signature.sizes[dim] for dim in ("rows", "channels", "capacity", "width")
+    )
+    token_block = next_power_of_two(signature.num_tokens)
+    block, warps = tile(rows, channels, token_block)
+    choice = Choice((signature.num_tokens, token_block, width, signature.silu, block), warps)
+    scalars = (channels, capacity, signature.rows)
+    return _ConvLauncher(STEP, choice, signature.strides, signature.dtypes, rows, scalars, device_index)
 
 
 def launch_conv_seed(
     history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor, null_slot: int
 ) -> None:
-    """CUDA implementation of :func:`.conv.conv_seed`; errors as in :func:`launch_conv_step`."""
-    rows, length, channels = history.shape
-    tensors = (ring, ring_start, slots, history)
+    """CUDA implementation of :func:`.conv.conv_seed`; all arguments have been checked.
+
+    Raises:
+        CompileError: The kernel does not compile.
+        ToolchainError: There is no C compiler.
+    """
+    if len(slots):
+        tensors = (history, ring, ring_start, slots)
+        _seed_launcher(tensors, history.get_device()).launch(tensors, null_slot)
+
+
+def _seed_launcher(tensors: tuple[Tensor, ...], device_index: int) -> _ConvLauncher:
+    (rows, length, channels), capacity = tensors[0].shape, tensors[1].shape[1]
     block, warps = tile(rows, channels, 1)
-    scalars = (channels, ring.shape[1])
-    _Launcher(_SEED, tensors, rows, scalars, (length, block), warps).launch(tensors, null_slot)
+    given = dict(zip(CONV_SEED.names, tensors, strict=True))
+    strides = {name: tensor.stride() for name, tensor in given.items()}
+    dtypes = {name: DTYPE_NAMES[tensor.dtype] for name, tensor in given.items()}
+    choice = Choice((length, block), warps)
+    return _ConvLauncher(SEED, choice, strides, dtypes, rows, (channels, capacity), device_index)
 
 
-class _Launcher:
-    """What launches of one signature share.
+def compile_ahead(
+    steps: Sequence[ConvSignature], seeds: Sequence[tuple[Tensor, ...]], aligned: bool, device_index: int
+) -> int:
+    """CUDA implementation of :func:`.conv.warmup_conv`.
 
     Args:
-        kernel: Which kernel.
-        tensors: Its tensors in order, optional ones None.
-        rows: The second dimension of the grid.
-        scalars: In order, channels first.
-        constants: In order, channels of a program last.
-        warps: Of a program.
+        steps: Calls of ``conv_step`` to come.
+        seeds: Tensors of calls of ``conv_seed`` to come.
+        aligned: As there.
+        device_index: CUDA device.
+
+    Raises:
+        CompileError: A kernel does not compile.
+        ToolchainError: There is no C compiler.
     """
+    launchers = [_step_launcher(signature, device_index) for signature in steps]
+    launchers += [_seed_launcher(tensors, device_index) for tensors in seeds]
+    for launcher in launchers:
+        launcher.prepare(aligned)
+    return len({(launcher.kernel, launcher.choice) for launcher in launchers})
 
-    def __init__(
-        self,
-        kernel: _Kernel,
-        tensors: Sequence[Tensor | None],
-        rows: int,
-        scalars: tuple[int, ...],
-        constants: tuple[object, ...],
-        warps: int,
-    ) -> None:
-        given = dict(zip(kernel.tensors, tensors, strict=True))
-        first = tensors[0]
-        assert first is not None
-        self._device_index = first.get_device()
-        self._kernel, self._rows, self._constants, self._warps = kernel, rows, constants, warps
-        self._blocks = -(-scalars[0] // int(str(constants[-1])))
-        self._dtypes = tuple(None if t is None else DTYPE_NAMES[t.dtype] for t in tensors)
-        strides, aligned = [], not scalars[0] % ALIGNMENT_BYTES
-        for name, dimension, _ in kernel.strides:
-            tensor = given[name]
-            assert tensor is not None
-            strides.append(tensor.stride(dimension))
-            if name in kernel.vectorized:
-                aligned &= not strides[-1] * tensor.element_size() % ALIGNMENT_BYTES
-        self._fixed = (*strides, *scalars)
-        self._strides_aligned = aligned
-        self._vectorized = tuple(kernel.tensors.index(name) for name in kernel.vectorized)
-        self._launches: list[Callable[..., None] | None] = [None, None]
 
-    def launch(self, tensors: Sequence[Tensor | None], null_slot: int) -> None:
-        """Launch on the current stream; ``tensors`` in argument order."""
-        aligned = self._strides_aligned
-        if aligned:
-            pointers = 0
-            for index in self._vectorized:
-                tensor = tensors[index]
-                pointers |= 0 if tensor is None else tensor.data_ptr()
-            aligned = not pointers % ALIGNMENT_BYTES
-        launch = self._launches[aligned]
-        if launch is None:
-            launch = self._launches[aligned] = self._prepare(aligned)
-        stream = _raw_stream(self._device_index) if self._device_index >= 0 else 0
-        launch(self._blocks, self._rows, stream, *tensors, *self._fixed, null_slot, *self._constants)
-
-    def _prepare(self, aligned: bool) -> Callable[..., None]:
-        function = getattr(load_module(shared_path(CONVOLUTION)), self._kernel.name)
-        if not hasattr(function, "cache_key"):  # Triton's interpreter
-            return functools.partial(compiled.interpret, function)
-        with torch.cuda.device(self._device_index):
-            return _loaded(
-                self._kernel, self._dtypes, self._constants, self._warps, aligned, self._device_index
-            )
+def _launch_of(
+    kernel: Kernel, choice: Choice, dtypes: tuple[str | None, ...], aligned: bool, device_index: int
+) -> Callable[..., None]:
+    function = kernel.function
+    if not hasattr(function, "cache_key"):  # Triton's interpreter
+        return functools.partial(interpret, function)
+    with torch.cuda.device(device_index):
+        return _compiled(kernel, choice, dtypes, aligned, device_index)
 
 
 @functools.lru_cache(maxsize=1024)
-def _loaded(
-    kernel: _Kernel,
-    dtypes: tuple[str | None, ...],
-    constants: tuple[object, ...],
-    warps: int,
-    aligned: bool,
-    device_index: int,
+def _compiled(
+    kernel: Kernel, choice: Choice, dtypes: tuple[str | None, ...], aligned: bool, device_index: int
 ) -> Callable[..., None]:
     del device_index  # of the key alone: a binary is loaded per device
-    compiled.compilations += 1
-    function = getattr(load_module(shared_path(CONVOLUTION)), kernel.name)
-    try:
-        target = triton.runtime.driver.active.get_current_target()
-        return compiled.bind_binary(
-            compile_kernel(function, kernel, dtypes, constants, warps, target, aligned=aligned)
-        )
-    except (RuntimeError, CalledProcessError) as error:
-        compiled.explain_launcher_error(error)
-        raise
+    return loaded(lambda target: compile_kernel(kernel, choice, dtypes, target, aligned=aligned))
 
 
 def compile_kernel(
-    function: Any,
-    kernel: _Kernel,
-    dtypes: Sequence[str | None],
-    constants: Sequence[object],
-    warps: int,
-    target: Any,
-    *,
-    aligned: bool,
-) -> Any:
+    kernel: Kernel, choice: Choice, dtypes: Sequence[str | None], target: GPUTarget, *, aligned: bool
+) -> CompiledKernel:
     """Compile a kernel of the module for ``target``, of this machine or not.
 
     Args:
-        function: The kernel of the loaded module.
-        kernel: Its parameters.
+        kernel: Which kernel.
+        choice: Its constants and warps.
         dtypes: Short dtype names of its tensors, None for absent ones.
-        constants: Values of its constants, in order.
-        warps: Of a program.
         target: Triton's.
         aligned: Pointers and strides of vectorised tensors are multiples of 16 bytes, channels of 16.
 
     Raises:
         CompileError: The compiler refused it, or crashed on it.
     """
-    names = kernel.parameters()
-    values: dict[str, object] = dict(zip(kernel.constants, constants, strict=True))
-    signature: dict[str, str] = {}
-    hints: dict[str, int] = {}
-    element_bytes = {}
-    for name, dtype in zip(kernel.tensors, dtypes, strict=True):
-        if dtype is None:
-            signature[f"{name}_ptr"], values[f"{name}_ptr"] = "constexpr", None
-            continue
-        signature[f"{name}_ptr"] = f"*{dtype}"
-        if name in kernel.vectorized:
-            hints[f"{name}_ptr"] = ALIGNMENT_BYTES
-            element_bytes[name] = 4 if dtype == "fp32" else 2
-    for name, _, dimension in kernel.strides:
-        signature[f"{name}_stride_{dimension}"] = "i64"
-        if name in kernel.vectorized:
-            hints[f"{name}_stride_{dimension}"] = ALIGNMENT_BYTES // element_bytes[name]
-    signature |= dict.fromkeys((*kernel.scalars, "null_slot"), "i32")
-    signature |= dict.fromkeys(kernel.constants, "constexpr")
-    hints["channels"] = ALIGNMENT_BYTES
-    attributes: dict[tuple[int, ...], list[list[object]]] = {}
-    if aligned:
-        attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in hints.items()}
-    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
-    try:
-        return triton.compile(
-            ASTSource(function, signature, values, attributes), target=target, options=options
-        )
-    except Exception as error:
-        detail = str(error).strip().splitlines()
-        raise CompileError(
-            f"{kernel.name} does not compile for {target.backend}:{target.arch} with triton "
-            f"{triton.__version__}: {detail[-1] if detail else type(error).__name__}"
-        ) from error
+    values = dict(zip(kernel.constants, choice.constants, strict=True))
+    unit = typed(
+        kernel.function,
+        kernel.tensors,
+        dtypes,
+        kernel.scalars,
+        values,
+        aligned=aligned,
+        multiples=["channels"],
+    )
+    options = {"num_warps": choice.warps, "num_stages": 1, "enable_fp_fusion": True}
+    return compile_unit(unit, options, target, kernel.contract.name)

@@ -1,8 +1,9 @@
 """The computed default: the plan of an architecture's spec that no table covers.
 
 It is what engines ship today: for Mamba-2 decode a coefficient kernel and one launch with a branch
-per row, 16 rows of the state at a time, one warp; for the native step a block that shrinks with the
-state size and four to eight warps.
+per row, 16 rows of the state at a time, one warp; for its native step a block that shrinks with the
+state size and four to eight warps. For Gated DeltaNet one launch that rebuilds the state, 64 rows at a
+time, and a native step of 32 rows, one warp each. What materialises states is ours alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ _NATIVE_TILES = ((16, 32, 4), (32, 16, 4), (64, 8, 4), (128, 4, 4))
 def default_plan(spec: Spec) -> Plan:
     """Default plan of ``spec``: a point of its space, never tuned, always legal."""
     block_n = next_power_of_two(spec.state_size)
+    if spec.op == "materialize":
+        tile = Tile(min(32, next_power_of_two(spec.head_dim)), block_n, min(64, block_n))
+        return Plan((Variant(Structure(role="materialize"), tile),))
+    if spec.family == "gdn":
+        return Plan((_gdn_variant(spec, block_n),))
     if spec.is_native:
         block_p, num_warps = next(
             (tile[1:] for tile in _NATIVE_TILES if spec.state_size <= tile[0]), (_NATIVE_TILES[-1][1], 8)
@@ -30,3 +36,11 @@ def default_plan(spec: Spec) -> Plan:
     structure = Structure(role="both", coefficients="precomputed")
     tile = Tile(block_p=16, block_n=block_n, fold_block_n=block_n)
     return Plan((Variant(structure, tile),))
+
+
+def _gdn_variant(spec: Spec, block_n: int) -> Variant:
+    rows = min(32 if spec.is_native else 64, next_power_of_two(spec.head_dim))
+    if spec.is_native:
+        return Variant(Structure(role="native"), Tile(block_p=rows, block_n=block_n))
+    tile = Tile(block_p=rows, block_n=block_n, fold_block_n=max(1, block_n // 2))
+    return Variant(Structure(role="both", route="rebuild"), tile)

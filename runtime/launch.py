@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from subprocess import CalledProcessError
 from typing import Any, Final
 
@@ -69,38 +70,74 @@ def _compiled(
         return CompiledPlan(spec, plan.variants, module_path, dtypes, aligned=aligned)
 
 
-class _Launcher:
-    """What a signature's launches share."""
+class Launcher:
+    """What the launches of like calls share; one launch serves aligned pointers, another any.
+
+    Args:
+        names: Of the tensors of a call, in the order of its contract, as kernels name them.
+        arguments: The kernel's tensors.
+        strides: In elements, by name; needed of tensors whose strides the kernel takes.
+        dtypes: Short names, by name of the tensor; those without one are left out.
+        device_index: CUDA device.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        arguments: Sequence[TensorArgument],
+        strides: Mapping[str, Sequence[int]],
+        dtypes: Mapping[str, str],
+        device_index: int,
+    ) -> None:
+        self._device_index = device_index
+        self._dtypes = tuple(dtypes.get(a.name) for a in arguments)
+        self._strides = tuple(s for a in arguments for s in _strides(a, strides))
+        positions = {name: i for i, name in enumerate(names)}
+        self._in_kernel_order = itemgetter(*(positions[a.name] for a in arguments))
+        self._vectorized = tuple(positions[a.name] for a in arguments if a.vectorized)
+        self._strides_aligned = not any(
+            stride * TORCH_DTYPES[dtypes[a.name]].itemsize % ALIGNMENT_BYTES
+            for a in arguments if a.vectorized for stride in _strides(a, strides)
+        )  # fmt: skip
+        self._launches: list[Launch | None] = [None, None]
+
+    def prepare(self, aligned: bool) -> Launch:
+        """Compile; the launch for pointers and strides that are, or are not, multiples of 16 bytes."""
+        raise NotImplementedError
+
+    def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
+        """Launch on the current stream; ``tensors`` in the order of the contract.
+
+        Raises:
+            CompileError: A kernel does not compile.
+        """
+        aligned = self._strides_aligned
+        if aligned:
+            pointers = 0
+            for index in self._vectorized:
+                pointers |= tensors[index].data_ptr()
+            aligned = not pointers % ALIGNMENT_BYTES
+        launch = self._launches[aligned]
+        if launch is None:
+            launch = self._launches[aligned] = self.prepare(aligned)
+        launch(self._in_kernel_order(tensors), null_slot, _raw_stream(self._device_index))
+
+
+class _StepLauncher(Launcher):
+    """By the plan that serves a step's signature."""
 
     def __init__(self, signature: Signature, device_index: int) -> None:
         spec = signature.spec
-        arguments = _arguments(spec)
-        self.device_index = device_index
-        strides = tuple(s for a in arguments for s in signature.strides[a.name][: len(a.stride_dims)])
-        scalars = () if spec.is_native else (signature.capacity,)
-        self._shape = (signature.rows, signature.heads, strides, scalars)
-        self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
+        names = signature.contract.kernel_names
+        super().__init__(names, _arguments(spec), signature.strides, signature.dtypes, device_index)
+        self._rows, self._heads = signature.rows, signature.heads
+        self._scalars = () if spec.is_native else (signature.capacity,)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
-        self.vectorized = tuple(i for i, a in enumerate(arguments) if a.vectorized)
-        self.strides_aligned = all(_is_aligned(a, signature) for a in arguments)
-        self._launches: list[Launch | None] = [None, None]
 
-    def _launch(self, aligned: bool) -> Launch:
-        """The launch for pointers that are, or are not, multiples of 16 bytes."""
-        compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self.device_index)
-        launch = self._launches[aligned] = compiled.bind(*self._shape)
-        return launch
-
-    def launch(self, tensors: Sequence[Tensor], null_slot: int) -> None:
-        """Launch on the current stream; ``tensors`` in argument order."""
-        aligned = self.strides_aligned
-        if aligned:
-            pointers = 0
-            for index in self.vectorized:
-                pointers |= tensors[index].data_ptr()
-            aligned = not pointers % ALIGNMENT_BYTES
-        launch = self._launches[aligned] or self._launch(aligned)
-        launch(tensors, null_slot, _raw_stream(self.device_index))
+    def prepare(self, aligned: bool) -> Launch:
+        dtypes = tuple(dtype for dtype in self._dtypes if dtype)
+        compiled = _compiled(self._spec, self._plan, dtypes, aligned, self._device_index)
+        return compiled.bind(self._rows, self._heads, self._strides, self._scalars)
 
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
@@ -108,83 +145,18 @@ def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
     return tensor_arguments(spec, Structure("native" if spec.is_native else "both"))
 
 
-def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:
-    size = TORCH_DTYPES[signature.dtypes[argument.name]].itemsize
-    strides = signature.strides[argument.name][: len(argument.stride_dims)]
-    return not argument.vectorized or not any(stride * size % ALIGNMENT_BYTES for stride in strides)
+def _strides(argument: TensorArgument, strides: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """The strides of ``argument`` that its kernel takes."""
+    return strides[argument.name][: len(argument.stride_dims)] if argument.stride_dims else ()
 
 
-def launch_step(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    ring_x: Tensor,
-    ring_b: Tensor,
-    ring_decay: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    out: Tensor,
-    window: int,
-    dt_softplus: bool,
-    null_slot: int,
-    signature: Signature,
-) -> None:
-    """CUDA implementation of :func:`.ops.mamba2_step`; all arguments have been checked.
+def prepare(signature: Signature, device_index: int) -> Launcher:
+    """What launches calls with ``signature``, worked out once and kept with it.
 
     Raises:
         DispatchError: Strict mode, and no table has a row.
-        CompileError: The plan's kernels do not compile.
     """
-    launcher: _Launcher = signature.launcher or _prepare(signature, x)
-    tensors = [state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index, x, dt, A, B, C]
-    _append_present(tensors, D, z, dt_bias, out)
-    launcher.launch(tensors, null_slot)
-
-
-def launch_native_step(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    slot_index: Tensor,
-    out: Tensor,
-    dt_softplus: bool,
-    null_slot: int,
-    signature: Signature,
-) -> None:
-    """CUDA implementation of :func:`.ops.mamba2_native_step`; errors as in :func:`launch_step`."""
-    launcher: _Launcher = signature.launcher or _prepare(signature, x)
-    tensors = [state, slot_index, x, dt, A, B, C]
-    _append_present(tensors, D, z, dt_bias, out)
-    launcher.launch(tensors, null_slot)
-
-
-def _append_present(
-    tensors: list[Tensor], D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, out: Tensor
-) -> None:
-    if D is not None:
-        tensors.append(D)
-    if z is not None:
-        tensors.append(z)
-    if dt_bias is not None:
-        tensors.append(dt_bias)
-    tensors.append(out)
-
-
-def _prepare(signature: Signature, x: Tensor) -> _Launcher:
-    launcher = _Launcher(signature, x.get_device())
+    launcher = _StepLauncher(signature, device_index)
     object.__setattr__(signature, "launcher", launcher)
     return launcher
 
@@ -207,20 +179,22 @@ def launch_commit(
     ring_start: Tensor,
     ring_len: Tensor,
     slot_index: Tensor,
+    query_start: Tensor | None,
     window: int,
     num_tokens: int,
     capacity: int,
     null_slot: int,
 ) -> None:
-    """CUDA implementation of :func:`.ops.commit`."""
+    """CUDA implementation of :func:`.cursors.commit`."""
     rows = slot_index.shape[0]
     if rows:
         scalars = (rows, window, num_tokens, capacity, null_slot)
-        _launch_cursors("commit", rows, accepted, ring_start, ring_len, slot_index, *scalars)
+        tensors = (accepted, ring_start, ring_len, slot_index, query_start)
+        _launch_cursors("commit", rows, *tensors, *scalars)
 
 
 def launch_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
-    """CUDA implementation of :func:`.ops.reset`."""
+    """CUDA implementation of :func:`.cursors.reset`."""
     rows = slots.shape[0]
     if rows:
         _launch_cursors("reset", rows, slots, ring_start, ring_len, rows, null_slot)
@@ -229,7 +203,7 @@ def launch_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot:
 def launch_drained(
     slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int
 ) -> None:
-    """CUDA implementation of :func:`.ops.drained`."""
+    """CUDA implementation of :func:`.cursors.drained`."""
     rows = slots.shape[0]
     if rows:
         _launch_cursors("drained", rows, slots, ring_start, ring_len, rows, capacity, null_slot)
@@ -256,7 +230,8 @@ def compile_ahead(
     with torch.cuda.device(device_index):
         slots = torch.full((1,), -1, dtype=index_dtype, device="cuda")
         cursor = torch.zeros(1, dtype=torch.int32, device="cuda")
-        launch_commit(slots, cursor, cursor, slots, 1, 1, 2, -1)
+        for query_start in (None, torch.zeros(2, dtype=torch.int32, device="cuda")):
+            launch_commit(slots, cursor, cursor, slots, query_start, 1, 1, 2, -1)
         launch_reset(slots, cursor, cursor, -1)
         launch_drained(slots, cursor, cursor, 2, -1)
     return len(plans)

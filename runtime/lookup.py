@@ -368,8 +368,10 @@ def _cell(effective_batch: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _without_options(spec: Spec) -> Spec:
     # GDN's softplus is no option.
-    options = dict.fromkeys(_OPTIONAL_INPUTS, False) | {"dt_softplus": spec.family == "gdn"}
-    return dataclasses.replace(spec, **options)
+    softplus = spec.family == "gdn"
+    return dataclasses.replace(
+        spec, has_d=False, has_z=False, has_dt_bias=False, dt_softplus=softplus, qk_l2norm=False
+    )
 
 
 @dataclass(frozen=True)

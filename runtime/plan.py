@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from .errors import SpecError
 
-ROLES: Final = ("both", "nonflush", "flush", "native")
+ROLES: Final = ("both", "nonflush", "flush", "native", "materialize")
 """Which rows a kernel serves. ``both``: a per-row branch in one launch; ``nonflush``/``flush``:
-one branch, rows of the other leave at once; ``native``: the baseline without a ring."""
+one branch, rows of the other leave at once; ``native``: the baseline without a ring;
+``materialize``: no step, ring tokens are folded into a state elsewhere."""
 
 STRUCTURE_VALUES: Final = {
     "role": ROLES,
@@ -24,6 +25,7 @@ STRUCTURE_VALUES: Final = {
     "readout": ("elementwise", "dot"),
     "scores": ("elementwise", "dot"),
     "load": ("late", "early"),
+    "loop": ("heads", "tiles"),
 }
 """What each field of a :class:`Structure` may be; the first is what a role without the axis has."""
 
@@ -33,7 +35,7 @@ class Structure:
     """Structural choices: they change the generated module.
 
     Axes that a role does not have stand at their first value (``inline``, ``output_only``,
-    ``elementwise``, ``late``), so that equal kernels are equal records.
+    ``elementwise``, ``late``, ``heads``), so that equal kernels are equal records.
     """
 
     role: str
@@ -47,6 +49,8 @@ class Structure:
     """Ring scores B.C: ``elementwise`` or ``dot``."""
     load: str = "late"
     """State load: ``late``, where it is used, or ``early``, ahead of the cursors (one head, one tile)."""
+    loop: str = "heads"
+    """What a program loops over: its ``heads``, with one block of rows each, or all row ``tiles`` of them."""
 
     def __post_init__(self) -> None:
         for name, values in STRUCTURE_VALUES.items():
@@ -56,8 +60,12 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``."""
-        return ".".join(dataclasses.astuple(self))
+        """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``.
+
+        A loop over heads goes without saying, as in keys from before there was another.
+        """
+        *parts, loop = dataclasses.astuple(self)
+        return ".".join(parts if loop == "heads" else (*parts, loop))
 
 
 @dataclass(frozen=True, order=True)
@@ -99,6 +107,11 @@ class Variant:
         """Canonical string of structure and tile, joined by ``/``."""
         return f"{self.structure.key}/{self.tile.key}"
 
+    def programs_per_row(self, head_dim: int, heads: int) -> int:
+        """Programs that serve one sequence with ``heads`` heads."""
+        row_blocks = 1 if self.structure.loop == "tiles" else -(-head_dim // self.tile.block_p)
+        return row_blocks * (heads // self.tile.heads_per_program)
+
     @classmethod
     def parse(cls, key: str) -> Variant:
         """Inverse of :attr:`key`.
@@ -120,13 +133,16 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """The launches of one step, in order: ``(both,)``, ``(nonflush, flush)`` or ``(native,)``."""
+    """The launches of one call, in order.
+
+    They are ``(both,)``, ``(nonflush, flush)``, ``(native,)`` or ``(materialize,)``.
+    """
 
     variants: tuple[Variant, ...]
 
     def __post_init__(self) -> None:
         roles = tuple(v.structure.role for v in self.variants)
-        if roles not in (("both",), ("nonflush", "flush"), ("native",)):
+        if roles not in (("both",), ("nonflush", "flush"), ("native",), ("materialize",)):
             raise SpecError(f"a plan cannot be made of roles {roles}")
 
     @functools.cached_property

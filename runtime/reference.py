@@ -55,6 +55,104 @@ def live_cursors(
     return start, length
 
 
+def owned_tokens(
+    query_start: Tensor | None, slot_index: Tensor, num_tokens: int, tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """First token and number of tokens of each row, int64.
+
+    Args:
+        query_start: (rows + 1,); None where each row has ``num_tokens``.
+        slot_index: (rows,).
+        num_tokens: The most a row may have.
+        tokens: How many there are; None where nobody knows.
+
+    Raises:
+        ArgumentError: The entries are no packing of rows. Nothing has been written yet.
+    """
+    if query_start is None:
+        begin = torch.arange(len(slot_index), device=slot_index.device) * num_tokens
+        return begin, torch.full_like(begin, num_tokens)
+    bounds = query_start.long()
+    count, first, last = bounds.diff(), int(bounds[0]), int(bounds[-1])
+    bad = ((count < 0) | (count > num_tokens)).nonzero()[:, 0]
+    if first != 0 or last > (last if tokens is None else tokens) or len(bad):
+        what = f"query_start begins at {first} and ends at {last}"
+        if len(bad):
+            what = f"row {int(bad[0])} is given {int(count[bad[0]])} tokens"
+        there, most = ("", "") if tokens is None else (f", of {tokens} tokens in x", f" to at most {tokens}")
+        raise ArgumentError(
+            what + there,
+            hint=f"query_start goes from 0{most} in steps of 0 to num_tokens = {num_tokens}",
+        )
+    return bounds[:-1], count
+
+
+class _History:
+    """Old state and ring of a step's rows as one linear map; flushing rows fold, store and are read anew.
+
+    Args:
+        state: (slots, heads, head_dim, state_size); flushing rows' slots are written.
+        slot: (rows,) int64, of the live rows.
+        flush: (rows,) bool.
+        x: (rows, window, heads, head_dim), ring tokens, oldest first; dead ones are 0.
+        b: (rows, window, groups, state_size), likewise.
+        weight: (rows, window, heads), what is left of each token.
+        decay: (rows, heads), what is left of the old state.
+    """
+
+    def __init__(
+        self, state: Tensor, slot: Tensor, flush: Tensor, x: Tensor, b: Tensor, weight: Tensor, decay: Tensor
+    ) -> None:
+        self._x, self._b, self._weight, self._decay, self._flush = x, b, weight, decay, flush
+        self._heads_per_group = x.shape[2] // b.shape[2]
+        self._old = state[slot].to(x.dtype)
+        if bool(flush.any()):
+            folded = decay[flush][..., None, None] * self._old[flush]
+            weighted = weight[flush][..., None] * x[flush]
+            b_heads = b[flush].repeat_interleave(self._heads_per_group, 2)
+            for i in range(x.shape[1]):
+                folded += weighted[:, i, :, :, None] * b_heads[:, i, :, None, :]
+            self._folded = folded
+            state[slot[flush]] = folded.to(state.dtype)
+
+    def read(self, r: Tensor) -> Tensor:
+        """(rows, heads, head_dim) of keys or queries ``r`` (rows, groups, state_size)."""
+        r_heads = r.repeat_interleave(self._heads_per_group, 1)[:, :, None, :]
+        score = (self._b * r[:, None]).sum(-1).repeat_interleave(self._heads_per_group, 2)
+        value = self._decay[..., None] * (self._old * r_heads).sum(-1)
+        value += ((self._weight * score)[..., None] * self._x).sum(1)
+        if bool(self._flush.any()):
+            value[self._flush] = (self._folded * r_heads[self._flush]).sum(-1)
+        return value
+
+
+def _live_tokens(
+    rings: tuple[Tensor, Tensor, Tensor],
+    slot: Tensor,
+    start: Tensor,
+    length: Tensor,
+    window: int,
+    work: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ring tokens of live rows, oldest first, (rows, window, ...); dead ones are replaced by 0."""
+    ring_x, ring_b, ring_decay = rings
+    j = torch.arange(window, device=slot.device)
+    live = j < length[:, None]
+    index = (slot[:, None], slice(None), (start[:, None] + j) % ring_x.shape[2])
+    zero = torch.zeros((), dtype=work, device=slot.device)
+    return (
+        torch.where(live[..., None, None], ring_x[index].to(work), zero),
+        torch.where(live[..., None, None], ring_b[index].to(work), zero),
+        torch.where(live[..., None], ring_decay[index].to(work), zero),
+    )
+
+
+def _suffix_sums(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over dimension 1 of everything from an entry on, and of everything after it."""
+    from_here = value.flip(1).cumsum(1).flip(1)
+    return from_here, torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
+
+
 def mamba2_step(
     x: Tensor,
     dt: Tensor,
@@ -88,43 +186,15 @@ def mamba2_step(
     delta = _delta(dt[row], dt_bias, dt_softplus, work)
     x_new, b_new = x[row].to(work), B[row].to(work)
     c_new = C[row].to(work)
-    c_heads = c_new.repeat_interleave(heads_per_group, 1)
 
-    # Ring tokens, oldest first, (rows, window, ...). Dead entries are replaced, not multiplied by zero.
-    j = torch.arange(window, device=x.device)
-    live = j < length[:, None]
-    token = (start[:, None] + j) % capacity
-    index = (slot[:, None], slice(None), token)
-    zero = torch.zeros((), dtype=work, device=x.device)
-    x_ring = torch.where(live[..., None, None], ring_x[index].to(work), zero)
-    b_ring = torch.where(live[..., None, None], ring_b[index].to(work), zero)
-    delta_ring = torch.where(live[..., None], ring_decay[index].to(work), zero)
-
-    # Weight of token j: delta_j exp(A * sum of the deltas after j), by suffix sums.
-    from_here = delta_ring.flip(1).cumsum(1).flip(1)
-    later = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
-    weight = delta_ring * torch.exp(rate * later)
-    ring_decayed = torch.exp(rate * from_here[:, 0])
-    token_decay = torch.exp(rate * delta)
-
-    # y before the new token: read the old state and the ring separately.
-    old = state[slot].to(work)
-    score = (b_ring * c_new[:, None]).sum(-1).repeat_interleave(heads_per_group, 2)
-    history = ring_decayed[..., None] * (old * c_heads[:, :, None, :]).sum(-1)
-    history += ((weight * score)[..., None] * x_ring).sum(1)
-
-    flush = length + 1 > window
-    if bool(flush.any()):
-        folded = ring_decayed[flush][..., None, None] * old[flush]
-        weighted = weight[flush][..., None] * x_ring[flush]
-        b_heads = b_ring[flush].repeat_interleave(heads_per_group, 2)
-        for i in range(window):
-            folded += weighted[:, i, :, :, None] * b_heads[:, i, :, None, :]
-        history[flush] = (folded * c_heads[flush][:, :, None, :]).sum(-1)
-        state[slot[flush]] = folded.to(state.dtype)
+    x_ring, b_ring, delta_ring = _live_tokens((ring_x, ring_b, ring_decay), slot, start, length, window, work)
+    # Weight of token j: delta_j exp(A * sum of the deltas after j).
+    from_here, later = _suffix_sums(delta_ring)
+    weight, decay = delta_ring * torch.exp(rate * later), torch.exp(rate * from_here[:, 0])
+    history = _History(state, slot, length + 1 > window, x_ring, b_ring, weight, decay)
 
     new_score = (b_new * c_new).sum(-1).repeat_interleave(heads_per_group, 1)
-    y = token_decay[..., None] * history + (delta * new_score)[..., None] * x_new
+    y = torch.exp(rate * delta)[..., None] * history.read(c_new) + (delta * new_score)[..., None] * x_new
     out[row] = _finish(y, x_new, D, None if z is None else z[row]).to(out.dtype)
 
     append = (start + length) % capacity
@@ -164,34 +234,115 @@ def mamba2_native_step(
     state[slot] = new.to(state.dtype)
 
 
+def gdn_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    slot_index: Tensor,
+    out: Tensor,
+    window: int,
+    qk_l2norm: bool,
+    null_slot: int,
+) -> None:
+    """One replay decode step; see :func:`.ops.gdn_step`."""
+    row, slot = live_rows(slot_index, null_slot, len(state))
+    capacity = ring_u.shape[2]
+    start, length = (c.long() for c in live_cursors(row, slot, ring_start, ring_len, window, capacity))
+    out.zero_()
+    work = torch.promote_types(state.dtype, torch.float32)
+    heads_per_group = v.shape[1] // k.shape[1]
+
+    g, beta = _gates(a[row], b[row], A_log, dt_bias, work)
+    q_new, k_new = _queries_and_keys(q[row], k[row], qk_l2norm, work)
+    u_ring, k_ring, g_ring = _live_tokens((ring_u, ring_k, ring_g), slot, start, length, window, work)
+    # Weight of token j: exp(sum of the gates after j).
+    from_here, later = _suffix_sums(g_ring)
+    weight, decay = torch.exp(later), torch.exp(from_here[:, 0])
+    history = _History(state, slot, length + 1 > window, u_ring, k_ring, weight, decay)
+
+    token_decay = torch.exp(g)[..., None]
+    u = beta[..., None] * (v[row].to(work) - token_decay * history.read(k_new))
+    score = (k_new * q_new).sum(-1).repeat_interleave(heads_per_group, 1)
+    y = token_decay * history.read(q_new) + score[..., None] * u
+    out[row] = y.to(out.dtype)
+
+    append = (start + length) % capacity
+    ring_u[slot, :, append] = u.to(ring_u.dtype)
+    ring_k[slot, :, append] = k_new.to(ring_k.dtype)
+    ring_g[slot, :, append] = g.to(ring_g.dtype)
+
+
+def gdn_native_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    slot_index: Tensor,
+    out: Tensor,
+    qk_l2norm: bool,
+    null_slot: int,
+) -> None:
+    """One decode step that writes the state; see :func:`.ops.gdn_native_step`."""
+    row, slot = live_rows(slot_index, null_slot, len(state))
+    out.zero_()
+    work = torch.promote_types(state.dtype, torch.float32)
+    heads_per_group = v.shape[1] // k.shape[1]
+    g, beta = _gates(a[row], b[row], A_log, dt_bias, work)
+    q_heads, k_heads = (
+        value.repeat_interleave(heads_per_group, 1)[:, :, None, :]
+        for value in _queries_and_keys(q[row], k[row], qk_l2norm, work)
+    )
+    new = torch.exp(g)[..., None, None] * state[slot].to(work)
+    u = beta[..., None] * (v[row].to(work) - (new * k_heads).sum(-1))
+    new += u[..., None] * k_heads
+    out[row] = (new * q_heads).sum(-1).to(out.dtype)
+    state[slot] = new.to(state.dtype)
+
+
 def commit(
     accepted: Tensor,
     ring_start: Tensor,
     ring_len: Tensor,
     slot_index: Tensor,
+    query_start: Tensor | None,
     window: int,
     num_tokens: int,
     capacity: int,
     null_slot: int,
 ) -> None:
-    """Advance the cursors after a step; see :func:`.ops.commit`."""
-    row, slot = live_rows(slot_index, null_slot, len(ring_len))
+    """Advance the cursors after a step; see :func:`.cursors.commit`."""
+    _, count = owned_tokens(query_start, slot_index, num_tokens)
+    row, slot = live_rows(torch.where(count > 0, slot_index, -1), null_slot, len(ring_len))
     start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
-    kept = accepted[row].clamp(0, num_tokens).to(ring_len.dtype)
+    kept = torch.minimum(accepted[row].clamp(min=0), count[row]).to(ring_len.dtype)
     flushed = length + num_tokens > window
     ring_start[slot] = torch.where(flushed, (start + length) % capacity, start)
     ring_len[slot] = torch.where(flushed, kept, length + kept)
 
 
 def reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
-    """Empty rings; see :func:`.ops.reset`."""
+    """Empty rings; see :func:`.cursors.reset`."""
     _, slot = live_rows(slots, null_slot, len(ring_len))
     ring_start[slot] = 0
     ring_len[slot] = 0
 
 
 def drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
-    """Move past all ring tokens; see :func:`.ops.drained`."""
+    """Move past all ring tokens; see :func:`.cursors.drained`."""
     row, slot = live_rows(slots, null_slot, len(ring_len))
     start, length = live_cursors(row, slot, ring_start, ring_len, capacity, capacity)
     ring_start[slot] = (start + length) % capacity
@@ -210,3 +361,18 @@ def _finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
         gate = z.to(y.dtype)
         y = y * gate * torch.sigmoid(gate)
     return y
+
+
+def _gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, work: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``-exp(A_log) softplus(a + dt_bias)`` and ``sigmoid(b)``: log decay and writing strength."""
+    return -torch.exp(A_log.to(work)) * _delta(a, dt_bias, True, work), torch.sigmoid(b.to(work))
+
+
+def _queries_and_keys(q: Tensor, k: Tensor, qk_l2norm: bool, work: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the recurrence sees of q and k: both normalised if asked for, q scaled by ``K^-1/2``."""
+    q, k = q.to(work), k.to(work)
+    if qk_l2norm:
+        q, k = (value / torch.sqrt(value.square().sum(-1, keepdim=True) + 1e-6) for value in (q, k))
+    return q * q.shape[-1] ** -0.5, k

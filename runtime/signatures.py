@@ -8,13 +8,20 @@ checked in full (:mod:`.checks`); later ones only pass a guard. Where tensors li
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
-from .checks import APART, Signature, check_cursors, check_native_step, check_step
+from .checks import CallSignature, check_cursors, check_step
+from .contracts import Contract
 from .errors import ArgumentError
+
+Tensors = tuple[Any, ...]
+"""A call's tensors in the order of its contract; absent ones are None."""
+
+Check = Callable[[Contract, Tensors, tuple[Any, ...]], Any]
+"""A full check of contract, tensors and scalars; what it returns is kept."""
 
 _MAX_KEYS: Final = 4096
 _MAX_PER_KEY: Final = 64
@@ -58,173 +65,78 @@ def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     return _PlainGuard(tensors).check
 
 
-class _Signatures:
-    """Signatures met before, by a short key and then by guard."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[Callable[..., bool], Signature]]] = {}
-
-    def find(self, key: Any, tensors: tuple[Tensor, ...]) -> Signature | None:
-        for check, signature in self._known.get(key, ()):
-            if check(*tensors):
-                return signature
-        return None
-
-    def add(self, key: Any, tensors: tuple[Tensor, ...], signature: Signature) -> None:
-        if len(self._known) >= _MAX_KEYS:
-            self._known.clear()
-        same_key = self._known.setdefault(key, [])
-        if len(same_key) >= _MAX_PER_KEY:
-            same_key.clear()
-        same_key.append((_guard(tensors), signature))
+# By a short key, what recognises calls like one that was checked, and its signature: what picks the
+# tensors that were given, their guard, and the positions of absent ones.
+_known: dict[Any, list[tuple[Callable[[Tensors], Tensors], Callable[..., bool], tuple[int, ...], Any]]] = {}
 
 
-_steps = _Signatures()
-_native_steps = _Signatures()
-_cursors: set[Any] = set()
-# Stand in for absent optional tensors: guards take tensors only, and each but once.
-_NO_D, _NO_Z, _NO_BIAS, _NO_OUT = (torch.empty(0) for _ in range(4))
+def signature_of(
+    contract: Contract, tensors: Tensors, scalars: tuple[Any, ...], check: Check | None = None
+) -> Any:
+    """What is known of a call, which is checked in full the first time one like it is met.
 
+    Args:
+        contract: The operator's.
+        tensors: In its order; the first is a tensor.
+        scalars: In its order.
+        check: The full check, where it is that of neither steps nor cursor ops.
 
-def step_signature(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    ring_x: Tensor,
-    ring_b: Tensor,
-    ring_decay: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    slot_index: Tensor,
-    out: Tensor | None,
-    window: int,
-    dt_softplus: bool,
-) -> Signature:
-    """The signature of a replay step, checked in full the first time it is met.
+    Returns:
+        What the check returns: the :class:`.checks.Signature` of a step; None of a cursor op.
 
     Raises:
-        ArgumentError, SpecError: See :func:`.ops.mamba2_step`.
+        ArgumentError, SpecError: See :func:`.checks.check_step` and :func:`.checks.check_cursors`.
     """
-    key = x.shape, window, type(window), dt_softplus  # 4.0 is equal to 4
-    tensors = (
-        x, dt, A, B, C,
-        _NO_D if D is None else D,
-        _NO_Z if z is None else z,
-        _NO_BIAS if dt_bias is None else dt_bias,
-        state, ring_x, ring_b, ring_decay, ring_start, ring_len, slot_index,
-        _NO_OUT if out is None else out,
-    )  # fmt: skip
-    signature = _steps.find(key, tensors)
-    if signature is None:
-        signature = check_step(
-            x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
-            slot_index, out, window, dt_softplus,
-        )  # fmt: skip
-        _steps.add(key, tensors, signature)
+    key = contract.name, tensors[0].shape, scalars, (*map(type, scalars),)  # 4.0 is equal to 4
+    for given, guard, absent, signature in _known.get(key, ()):
+        if guard(*given(tensors)):
+            for position in absent:
+                if tensors[position] is not None:
+                    break
+            else:
+                return signature
+    check = check or (check_step if contract.family else check_cursors)
+    signature = check(contract, tensors, scalars)
+    _remember(key, tensors, signature)
     return signature
 
 
-def native_signature(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    slot_index: Tensor,
-    out: Tensor | None,
-    dt_softplus: bool,
-) -> Signature:
-    """As :func:`step_signature`, for a native step."""
-    key = x.shape, dt_softplus
-    tensors = (
-        x, dt, A, B, C,
-        _NO_D if D is None else D,
-        _NO_Z if z is None else z,
-        _NO_BIAS if dt_bias is None else dt_bias,
-        state, slot_index,
-        _NO_OUT if out is None else out,
-    )  # fmt: skip
-    signature = _native_steps.find(key, tensors)
-    if signature is None:
-        signature = check_native_step(x, dt, A, B, C, D, z, dt_bias, state, slot_index, out, dt_softplus)
-        _native_steps.add(key, tensors, signature)
-    return signature
+def _remember(key: Any, tensors: Tensors, signature: CallSignature | None) -> None:
+    if len(_known) >= _MAX_KEYS:
+        _known.clear()
+    same_key = _known.setdefault(key, [])
+    if len(same_key) >= _MAX_PER_KEY:
+        same_key.clear()
+    given = itemgetter(*(i for i, tensor in enumerate(tensors) if tensor is not None))
+    absent = tuple(i for i, tensor in enumerate(tensors) if tensor is None)
+    same_key.append((given, _guard(given(tensors)), absent, signature))
 
 
-def check_cursors_once(
-    op: str,
-    slot_index: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    accepted: Tensor | None = None,
-    window: int = 1,
-    num_tokens: int = 1,
-    capacity: int = 2,
-) -> None:
-    """As :func:`.checks.check_cursors`, in full the first time alone."""
-    try:
-        key = (
-            op, window, num_tokens, capacity,
-            slot_index.shape, slot_index.stride(), slot_index.dtype, slot_index.device,
-            ring_start.shape, ring_start.stride(), ring_start.dtype, ring_start.get_device(),
-            ring_len.shape, ring_len.stride(), ring_len.dtype, ring_len.get_device(),
-            accepted if accepted is None else (
-                accepted.shape, accepted.stride(), accepted.dtype, accepted.get_device()
-            ),
-        )  # fmt: skip
-    except AttributeError:
-        check_cursors(op, slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity)
-        raise  # Unreached: something is no tensor, as the full check says.
-    if key in _cursors:
-        return
-    check_cursors(op, slot_index, ring_start, ring_len, accepted, window, num_tokens, capacity)
-    if len(_cursors) >= _MAX_KEYS:
-        _cursors.clear()
-    _cursors.add(key)
-
-
-def check_out(
-    out: Tensor,
-    signature: Signature,
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    state: Tensor,
-    ring_x: Tensor | None = None,
-    ring_b: Tensor | None = None,
-    ring_decay: Tensor | None = None,
-) -> None:
+def check_out(tensors: Tensors, signature: CallSignature) -> None:
     """Refuse an ``out`` that overlaps per-token inputs or caches.
 
-    Looked at whenever out, x or state lies where it did not in a call before: what else a call brings
-    comes and goes with them. Compared are ranges from the first to the last byte: views that interleave
-    count as overlapping. A, D, dt_bias, cursors and slot indices are not looked at.
+    Looked at whenever out, the leading input or the state lies where it did not in a call before: what
+    else a call brings comes and goes with them. Compared are ranges from the first to the last byte: views
+    that interleave count as overlapping. Parameters per head, cursors and slot indices are not looked at.
+
+    Args:
+        tensors: In the contract's order, ``out`` among them.
+        signature: Of the call.
 
     Raises:
         ArgumentError: It overlaps one of them; the message says which.
     """
-    places = (begin := out.data_ptr()), x.data_ptr(), state.data_ptr()
+    contract = signature.contract
+    places = (begin := tensors[-1].data_ptr()), tensors[0].data_ptr(), tensors[contract.pool].data_ptr()
     if places in signature.apart:
         return
     end = begin + signature.out_bytes
-    others = (x, dt, B, C, z, state, ring_x, ring_b, ring_decay)
-    for name, other, size in zip(APART, others, signature.apart_bytes, strict=True):
+    for position, size in zip(contract.apart, signature.apart_bytes, strict=True):
+        other = tensors[position]
         if other is not None and (at := other.data_ptr()) < end and begin < at + size:
             raise ArgumentError(
-                f"out overlaps the memory of {name}, which other programs of the launch may still have to "
-                "read or write; give out memory of its own, or leave it out"
+                f"out overlaps the memory of {contract.names[position]}, which other programs of the launch "
+                "may still have to read or write; give out memory of its own, or leave it out"
             )
     if len(signature.apart) >= _MAX_KEYS:
         signature.apart.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from .errors import SpecError
 
@@ -22,7 +22,7 @@ MAX_STATE_SIZE: Final = 256
 MAX_WINDOW: Final = 64
 
 FAMILIES: Final = ("mamba2", "gdn")
-OPS: Final = ("step", "native_step")
+OPS: Final = ("step", "native_step", "materialize")
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +31,8 @@ class Spec:
 
     Args:
         family: Recurrence family, one of :data:`FAMILIES`: Mamba-2, or Gated DeltaNet (``gdn``).
-        op: ``step`` (replay decode with a ring) or ``native_step`` (state written every step).
+        op: ``step`` (replay decode with a ring), ``native_step`` (state written every step) or
+            ``materialize`` (ring tokens folded into a state of another slot).
         head_dim: Values per head, P, 1 to 256; of GDN the value dim, V.
         state_size: State columns per value, N, 1 to 256; of GDN the key dim, K.
         heads_per_group: Heads that share one B and one C; of GDN value heads that share a key head.
@@ -101,6 +102,11 @@ class Spec:
             _require(self.window == 0, f"native_step has no ring: window must be 0, not {self.window}")
             _require(self.num_tokens == 1, "native_step takes one token a step")
             return
+        if self.op == "materialize":
+            _require(
+                all(getattr(self, name) == value for name, value in self._without_step.items()),
+                "materialize has neither tokens nor optional inputs: take `materialize` of a step's spec",
+            )
         _require(
             1 <= self.window <= MAX_WINDOW,
             f"window {self.window} is outside 1..{MAX_WINDOW}; choose a buffer length in that range",
@@ -178,6 +184,25 @@ class Spec:
         return dataclasses.replace(
             self, op="native_step", window=0, num_tokens=1, ring_dtype=self.activation_dtype
         )
+
+    @property
+    def materialize(self) -> Spec:
+        """The ``materialize`` spec of the same ring: what its kernel does not depend on is left out."""
+        fields: dict[str, Any] = self._without_step
+        return dataclasses.replace(self, op="materialize", **fields)
+
+    @property
+    def _without_step(self) -> dict[str, object]:
+        """What every spec says that no step's input changes."""
+        return {
+            "num_tokens": 1,
+            "activation_dtype": self.ring_dtype,
+            "has_d": False,
+            "has_z": False,
+            "has_dt_bias": False,
+            "dt_softplus": self.family == "gdn",
+            "qk_l2norm": False,
+        }
 
     def state_bytes(self, effective_batch: int) -> int:
         """Bytes of state that ``effective_batch`` (sequences x heads) heads hold."""

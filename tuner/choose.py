@@ -96,6 +96,7 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
         precomputed,
         sum(s.route != "output_only" for s in structures),
         sum((s.readout, s.scores).count("dot") for s in structures),
+        sum(s.loop != "heads" for s in structures),
         sum(t.max_registers != 0 for t in tiles),
         sum(t.evict_first for t in tiles),
         max(t.heads_per_program for t in tiles),

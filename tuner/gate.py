@@ -8,6 +8,7 @@ touch is checked, and repeated launches from the same memory must agree bit for 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +19,14 @@ from ..runtime.compiled import CompiledPlan, ModuleSource, is_aligned, tensor_st
 from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ..runtime.plan import Plan, Structure
 from ..runtime.spec import Spec
-from .trajectory import Pool, Step, Trajectory, relative_rms
+from .appends import Append, expected_append
+from .pool import Pool
+from .trajectory import Step, Trajectory, relative_rms
 
 ERROR_FACTOR = 1.25
 """A candidate's relative RMS error may be this many times the ideal's ..."""
 ERROR_FLOOR = 1e-5
 """... plus this."""
-DECAY_TOLERANCE = 1e-6
-"""Relative error of the ring's computed fp32 entries."""
 REPEATS = 20
 """Launches from the same memory that must agree bit for bit."""
 
@@ -78,20 +79,30 @@ class Gate:
         Raises:
             CompileError: The plan does not compile.
         """
-        runner = PlanRunner(self.spec, plan, module_source, self.trajectory)
+        return self.judge(PlanRunner(self.spec, plan, module_source, self.trajectory).launch)
+
+    def judge(self, launch: Callable[[Pool, Step], Tensor]) -> Verdict:
+        """Run a candidate through the trajectory.
+
+        Args:
+            launch: Takes one step on a pool and returns its outputs (rows, heads, head_dim).
+        """
         pool = self.trajectory.pool()
         outputs, states, faults = [], [], []
         for index, step in enumerate(self._steps):
-            if index == self._repeated and self._repeats and not self._repeatable(runner, pool, step):
+            if index == self._repeated and self._repeats and not self._repeatable(launch, pool, step):
                 return Verdict("launches from the same memory differ")
             before = pool.storage.clone()
-            out = runner.launch(pool, step)
+            append = None
+            if not self.spec.is_native:
+                append = expected_append(self.spec, self.trajectory.recurrence, pool, step)
+            out = launch(pool, step)
             outputs.append(out[step.live])
             states.append(pool.state[step.slots[step.stores]])
-            faults.append(self._faults(pool, before, step, out))
+            faults.append(self._faults(pool, before, append, step, out))
             commit(self.spec, pool, step)
         found = torch.stack(faults).sum(0).tolist()
-        for count, what in zip(found, _FAULTS, strict=True):
+        for count, what in zip(found, fault_names(self.spec), strict=True):
             if count:
                 return Verdict(f"{what} ({int(count)} values over the trajectory)")
         output_error = relative_rms(torch.cat(outputs), self._y)
@@ -103,46 +114,49 @@ class Gate:
             reason = f"state error {state_error:.3g} exceeds {self.state_bound:.3g}"
         return Verdict(reason, output_error, self.output_bound, state_error, self.state_bound)
 
-    def _faults(self, pool: Pool, before: Tensor, step: Step, out: Tensor) -> Tensor:
-        """Counts of wrong values after one launch, in the order of ``_FAULTS``; stays on the device."""
+    def _faults(self, pool: Pool, before: Tensor, append: Append | None, step: Step, out: Tensor) -> Tensor:
+        """Counts of wrong values after one launch, by :func:`fault_names`; stays on the device."""
         allowed = pool.writable(step.slots, step.stores, step.append)
         touched = ((pool.storage != before) & ~allowed).sum()
         padded = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
         padded[step.live] = False
         nonzero = (out[padded] != 0).sum()
         infinite = (~torch.isfinite(out[step.live])).sum()
-        copied = torch.zeros((), dtype=torch.int64, device=out.device)
-        computed = torch.zeros((), dtype=torch.int64, device=out.device)
-        if pool.capacity:
-            x = step.x[step.live].to(pool.ring_x.dtype)
-            b = step.B[step.live].to(pool.ring_b.dtype)
-            copied = (pool.ring_x[step.slots, :, step.append] != x).sum()
-            copied = copied + (pool.ring_b[step.slots, :, step.append] != b).sum()
-            decay = pool.ring_decay[step.slots, :, step.append].double()
-            computed = (~((decay - step.delta).abs() <= DECAY_TOLERANCE * step.delta.abs())).sum()
-        return torch.stack([touched, nonzero, infinite, copied, computed])
+        rings = () if append is None else append.wrong(pool.entry(step.slots, step.append))
+        return torch.stack([touched, nonzero, infinite, *rings])
 
-    def _repeatable(self, runner: PlanRunner, pool: Pool, step: Step) -> bool:
+    def _repeatable(self, launch: Callable[[Pool, Step], Tensor], pool: Pool, step: Step) -> bool:
         saved = pool.storage.clone()
-        first_out = runner.launch(pool, step)
+        first_out = launch(pool, step)
         first_storage = pool.storage.clone()
         same = torch.ones((), dtype=torch.bool, device=saved.device)
         for _ in range(self._repeats - 1):
             pool.storage.copy_(saved)
-            out = runner.launch(pool, step)
+            out = launch(pool, step)
             same &= (out.view(torch.uint8) == first_out.view(torch.uint8)).all()
             same &= (pool.storage == first_storage).all()
         pool.storage.copy_(saved)
         return bool(same)
 
 
-_FAULTS = (
-    "bytes outside of state and ring changed",
-    "padded rows have outputs other than zero",
-    "outputs are not finite",
-    "ring entries differ from the inputs",
-    "ring step sizes are inexact",
-)
+def fault_names(spec: Spec) -> tuple[str, ...]:
+    """What the gate counts wrong values of, launch by launch, for specs like ``spec``."""
+    everywhere = (
+        "bytes outside of state and ring changed",
+        "padded rows have outputs other than zero",
+        "outputs are not finite",
+    )
+    if spec.is_native:
+        return everywhere
+    if spec.family == "gdn":
+        k = "ring k is inexact" if spec.qk_l2norm else "ring k differs from the inputs"
+        return (*everywhere, k, "ring gates are inexact", "ring u is inexact")
+    b, decay, x = (
+        "ring B differs from the inputs",
+        "ring step sizes are inexact",
+        "ring x differs from the inputs",
+    )
+    return (*everywhere, b, decay, x)
 
 
 class PlanRunner:
@@ -174,6 +188,7 @@ class PlanRunner:
             "c": step.C,
             "d": trajectory.D,
             "z": step.z,
+            "beta": step.beta,
             "dt_bias": trajectory.dt_bias,
             "out": out,
         }

@@ -70,13 +70,15 @@ def small_variant(spec: Spec, structure: Structure) -> Variant:
     """A legal point of ``structure``: several blocks, chunks and heads where it can have them."""
     whole = state_block(spec)
     half = max(1, whole // 2)
+    # A dot takes no fewer rows than 16; a loop over tiles wants more than one of them.
+    rows = 8 if structure.loop == "tiles" and structure.readout == "elementwise" else 16
     for heads in (min(2, spec.heads_per_group), 1):
         for block_n in (half, whole):
             for fold in (half, whole) if folds(structure) else (0,):
-                variant = Variant(structure, Tile(16, block_n, fold, heads))
+                variant = Variant(structure, Tile(rows, block_n, fold, heads))
                 if not broken_constraint(spec, variant):
                     return variant
-    return Variant(structure, Tile(16, whole, whole if folds(structure) else 0))
+    return Variant(structure, Tile(rows, whole, whole if folds(structure) else 0))
 
 
 class InterpretedGate:

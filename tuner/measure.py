@@ -57,14 +57,20 @@ class LayerStack:
         capacity = spec.window + spec.num_tokens
         activation, ring = TORCH_DTYPES[spec.activation_dtype], TORCH_DTYPES[spec.ring_dtype]
         p, n = spec.head_dim, spec.state_size
+        gdn = spec.family == "gdn"
+        # Keys of about unit norm: the delta rule would grow without bound on longer ones.
+        key_scale = n**-0.5 if gdn else 1.0
+        rate = self._uniform(layers, heads)
         self.native = spec.is_native
         tensors = {
             "state": self._normal(layers, slots, heads, p, n, dtype=TORCH_DTYPES[spec.state_dtype]),
             "x": self._normal(layers, rows, heads, p, dtype=activation),
             "dt": self._normal(layers, rows, heads, dtype=activation),
-            "a": -self._uniform(layers, heads) * 15.0 - 1.0,
-            "b": self._normal(layers, rows, groups, n, dtype=activation),
-            "c": self._normal(layers, rows, groups, n, dtype=activation),
+            # Of GDN A_log; a token decays by about 0.9 to 0.999, as in trained models.
+            "a": (2.0 * rate + 0.05).log() if gdn else -15.0 * rate - 1.0,
+            "b": self._normal(layers, rows, groups, n, dtype=activation).mul_(key_scale),
+            "c": self._normal(layers, rows, groups, n, dtype=activation).mul_(key_scale),
+            "beta": self._normal(layers, rows if gdn else 0, heads, dtype=activation),
             "d": self._normal(layers, heads, dtype=torch.float32),
             "z": self._normal(layers, rows if spec.has_z else 0, heads, p, dtype=activation),
             "dt_bias": self._uniform(layers, heads) - 4.0,
@@ -74,10 +80,11 @@ class LayerStack:
         tensors["slot_index"] = order.to(torch.int32).expand(layers, rows)
         if not self.native:
             start = torch.randint(0, capacity, (slots,), device=device, generator=self._generator)
+            decay = self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001
             tensors |= {
                 "ring_x": self._normal(layers, slots, heads, capacity, p, dtype=ring),
-                "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring),
-                "ring_decay": self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001,
+                "ring_b": self._normal(layers, slots, groups, capacity, n, dtype=ring).mul_(key_scale),
+                "ring_decay": -decay if gdn else decay,
                 "ring_start": start.to(torch.int32).expand(layers, slots),
             }
         self._tensors = tensors

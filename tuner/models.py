@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..runtime.errors import SpecError
-from ..runtime.spec import Spec
+from ..runtime.spec import FAMILIES, Spec
 from .errors import UsageError
 
 DEFAULT_MODELS: Final = ("nemotron-3-super-120b-a12b", "nemotron-3-nano-30b-a3b", "nemotron-3-nano-4b")
@@ -24,9 +24,11 @@ DEFAULT_TENSOR_PARALLEL: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Model:
-    """A Mamba-2 layer at tensor parallel 1.
+    """A layer at tensor parallel 1, in the words of :class:`.spec.Spec`.
 
-    ``state_dtype`` is the dtype the model's authors store the state in (``fp32``, ``bf16``, ``fp16``).
+    ``heads`` of Gated DeltaNet (``gdn``) are value heads, ``head_dim`` is the value dim, ``state_size``
+    the key dim, and ``groups`` are key heads. ``state_dtype`` is the dtype the model's authors store the
+    state in (``fp32``, ``bf16``, ``fp16``).
     """
 
     name: str
@@ -36,6 +38,12 @@ class Model:
     groups: int
     state_dtype: str = "fp32"
     verified: bool = True
+    family: str = "mamba2"
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What the family calls ``heads`` and ``groups``."""
+        return ("value heads", "key heads") if self.family == "gdn" else ("heads", "groups")
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Split:
 
     @property
     def heads_per_group(self) -> int:
-        """Heads that share one B and one C."""
+        """Heads that share one B and one C (value heads that share a key head)."""
         return self.heads // self.groups
 
 
@@ -57,7 +65,8 @@ class Split:
 def known() -> tuple[Model, ...]:
     """Every known model, in the order of the data file."""
     text = (importlib.resources.files(__package__) / "models.json").read_text(encoding="utf-8")
-    return tuple(Model(**entry) for entry in json.loads(text)["mamba2"])
+    models = json.loads(text)
+    return tuple(Model(**entry, family=family) for family in FAMILIES for entry in models[family])
 
 
 def find(name: str) -> Model:
@@ -87,11 +96,19 @@ class _Keys:
     head_dim: tuple[str, ...]
     state_size: tuple[str, ...]
     groups: tuple[str, ...]
-    expand: tuple[str, ...]
+    expand: tuple[str, ...] = ()
+    family: str = "mamba2"
 
 
 _BAMBA: Final = _Keys(
     ("mamba_n_heads",), ("mamba_d_head",), ("mamba_d_state",), ("mamba_n_groups",), ("mamba_expand",)
+)
+_QWEN: Final = _Keys(
+    ("linear_num_value_heads",),
+    ("linear_value_head_dim",),
+    ("linear_key_head_dim",),
+    ("linear_num_key_heads",),
+    family="gdn",
 )
 _HF_KEYS: Final[dict[str, _Keys]] = {
     "nemotron_h": _Keys(
@@ -104,18 +121,20 @@ _HF_KEYS: Final[dict[str, _Keys]] = {
     "zamba2": _Keys(
         ("n_mamba_heads",), ("mamba_headdim",), ("mamba_d_state",), ("mamba_ngroups",), ("mamba_expand",)
     ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN),
 }
 _HF_STATE_DTYPE_KEYS: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 _HF_DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def from_hf_config(path: Path) -> Model:
-    """The Mamba-2 layer that a Hugging Face ``config.json`` describes.
+    """The Mamba-2 or Gated DeltaNet layer that a Hugging Face ``config.json`` describes.
 
-    The state dtype is the config's own where it names one, else fp32.
+    What a ``text_config`` says goes before what is beside it. The state dtype is the config's own where
+    it names one, else fp32.
 
     Raises:
-        UsageError: The file cannot be read, is of a family without Mamba-2 layers, or lacks a key.
+        UsageError: The file cannot be read, is of a family without such layers, or lacks a key.
     """
     where = str(path)
     try:
@@ -133,14 +152,14 @@ def from_hf_config(path: Path) -> Model:
             "the config is not a JSON object", where=where, hint="give the path of a config.json"
         )
     if isinstance(config.get("text_config"), dict):
-        config = config["text_config"]
+        config = {"model_type": config.get("model_type"), **config["text_config"]}
     family = config.get("model_type")
     if not isinstance(family, str) or family not in _HF_KEYS:
         raise UsageError(
-            f"model_type {json.dumps(family)} is not a known Mamba-2 family",
+            f"model_type {json.dumps(family)} is not known to have Mamba-2 or Gated DeltaNet layers",
             where=where,
             hint=f"known are {', '.join(_HF_KEYS)}; for others give "
-            "--heads, --head-dim, --state-size and --groups",
+            "--heads, --head-dim, --state-size and --groups, and --family where it is not Mamba-2",
         )
     keys = _HF_KEYS[family]
     heads = _integer(config, keys.heads, where)
@@ -153,6 +172,7 @@ def from_hf_config(path: Path) -> Model:
         groups=_integer(config, keys.groups, where),
         state_dtype=_state_dtype(config, where),
         verified=False,
+        family=keys.family,
     )
 
 
@@ -212,27 +232,29 @@ def _state_dtype(config: Mapping[str, Any], where: str) -> str:
 def split(model: Model, tensor_parallel: int) -> Split:
     """One GPU's share of ``model`` over ``tensor_parallel`` GPUs.
 
-    Fewer groups than GPUs are replicated, as serving engines do: every GPU then holds one group.
+    Groups (key heads) are split with the heads. Fewer of them than GPUs are replicated, as serving
+    engines do: every GPU then holds one group.
 
     Raises:
         SpecError: Heads cannot be divided among groups or GPUs, or groups among GPUs.
     """
     where = f"{model.name} at tensor parallel {tensor_parallel}"
+    head, group = model.words
     if min(model.heads, model.groups, tensor_parallel) < 1:
         raise SpecError(
-            f"{model.heads} heads, {model.groups} groups, {tensor_parallel} GPUs: each must be at least 1",
+            f"{model.heads} {head}, {model.groups} {group}, {tensor_parallel} GPUs: each must be at least 1",
             where=where,
             hint="give positive numbers",
         )
     if model.heads % model.groups:
         raise SpecError(
-            f"{model.heads} heads are not divisible by {model.groups} groups",
+            f"{model.heads} {head} are not divisible by {model.groups} {group}",
             where=where,
-            hint="every group must serve the same number of heads: correct --heads or --groups",
+            hint=f"all {group} must serve the same number of {head}: correct --heads or --groups",
         )
     if model.heads % tensor_parallel:
         raise SpecError(
-            f"{model.heads} heads are not divisible by {tensor_parallel} GPUs",
+            f"{model.heads} {head} are not divisible by {tensor_parallel} GPUs",
             where=where,
             hint=f"choose --tp from the divisors of {model.heads}",
         )
@@ -242,10 +264,12 @@ def split(model: Model, tensor_parallel: int) -> Split:
     if tensor_parallel % model.groups == 0:
         copies = tensor_parallel // model.groups
         return Split(
-            heads, 1, note=f"{where}: {model.groups} group(s) are replicated {copies}x, one on every GPU"
+            heads,
+            1,
+            note=f"{where}: {model.groups} {group[:-1]}(s) are replicated {copies}x, one on every GPU",
         )
     raise SpecError(
-        f"{model.groups} groups can be neither divided among nor replicated over {tensor_parallel} GPUs",
+        f"{model.groups} {group} can be neither divided among nor replicated over {tensor_parallel} GPUs",
         where=where,
         hint="choose --tp so that one of the two numbers divides the other",
     )
@@ -259,6 +283,8 @@ def specs(
     drafts: int = 0,
 ) -> list[tuple[Spec, int]]:
     """Every ``step`` spec of ``model`` with the heads that one GPU holds of it.
+
+    Layers are as their models have them: Mamba-2 with a skip, GDN with q and k normalised by the kernel.
 
     Args:
         model: The layer at tensor parallel 1.
@@ -276,7 +302,7 @@ def specs(
         for state_dtype in tuple(state_dtypes) or (model.state_dtype,):
             try:
                 spec = Spec(
-                    family="mamba2",
+                    family=model.family,
                     op="step",
                     head_dim=model.head_dim,
                     state_size=model.state_size,
@@ -284,6 +310,8 @@ def specs(
                     window=window,
                     num_tokens=1 + drafts,
                     state_dtype=state_dtype,
+                    has_d=model.family == "mamba2",
+                    qk_l2norm=model.family == "gdn",
                 )
             except SpecError as error:
                 what, _, advice = error.what.partition("; ")

@@ -40,13 +40,13 @@ class Constants:
         issue_rate: Instructions that a scheduler issues per cycle, other programs' waiting hidden.
         instruction_cycles: Cycles per instruction of one program that waits for itself.
         early_cycles, late_cycles, native_cycles: Dependent loads before the loop over heads.
-        head_cycles: Wait for one head's state where no pipeline hides it.
+        head_cycles: Wait for the state of one round of the loop where no pipeline hides it.
         score_cycles: Ring scores by dot, on the way to everything else.
         barrier_cycles: Per doubling of the warps.
-        fixed_share, head_share: Share of a binary's instructions that run once, and per head: either
-            branch is in the binary.
+        fixed_share, head_share: Share of a binary's instructions that run once, and per head (and row
+            tile) of its loop: either branch is in the binary.
         native_share: The same for the native step.
-        spill_instructions: Per byte of stack and head.
+        spill_instructions: Per byte of stack and round of the loop.
         evict_gain: Share of the time saved where the state leaves the L2 first.
     """
 
@@ -71,6 +71,8 @@ CONSTANTS: Final = Constants()
 
 RECORDED_SHARE: Final = {"median": 0.995, "p10": 0.937}
 """Share of the optimum that the model's picks reach over the cells of the recorded landscapes."""
+RECORDED_FAMILIES: Final = ("mamba2",)
+"""Families that there are landscapes of."""
 
 MAX_VARIANTS: Final = 400
 """Points that a static tune compiles at most, over all specs: five minutes on two cores."""
@@ -120,17 +122,18 @@ def estimate_us(
     """Estimated time of one step in the staggered mix (the native step: of every step), in µs."""
     k, spec, variant, kernel = constants, compiled.spec, compiled.variant, compiled.step
     structure, tile = variant.structure, variant.tile
-    heads = tile.heads_per_program
+    row_blocks = -(-spec.head_dim // tile.block_p)
+    rounds = tile.heads_per_program * (row_blocks if structure.loop == "tiles" else 1)
     if structure.role == "native":
         ran, chain = k.native_share * kernel.instructions, k.native_cycles
     else:
-        ran = kernel.instructions * (k.fixed_share + k.head_share * heads)
+        ran = kernel.instructions * (k.fixed_share + k.head_share * rounds)
         chain = k.early_cycles if structure.load == "early" else k.late_cycles
         chain += k.score_cycles if structure.scores == "dot" else 0.0
-    ran += k.spill_instructions * kernel.spills_bytes * heads
-    waits = 0.0 if tile.num_stages > 1 else k.head_cycles * heads
+    ran += k.spill_instructions * kernel.spills_bytes * rounds
+    waits = 0.0 if tile.num_stages > 1 else k.head_cycles * rounds
     life_cycles = chain + k.barrier_cycles * math.log2(tile.num_warps) + ran * k.instruction_cycles + waits
-    programs = effective_batch * -(-spec.head_dim // tile.block_p) / heads
+    programs = effective_batch * row_blocks / rounds
     waves = max(1.0, programs / (resident_programs(gpu, compiled) * gpu.sm_count))
     issued = programs * tile.num_warps * ran
     launches = k.launch_us + (k.second_launch_us if len(compiled.kernels) > 1 else 0.0)
@@ -152,14 +155,16 @@ def rank(gpu: Gpu, compiled: Iterable[Compiled], effective_batch: int) -> list[t
 def promising(spec: Spec, role: str) -> tuple[Variant, ...]:
     """The points of ``both`` or ``native`` that are worth compiling where nothing can be timed."""
     points = space.points(spec, role)
-    return tuple(v for v in points.variants if v == points.default or _is_promising(v))
+    return tuple(v for v in points.variants if v == points.default or _is_promising(spec, v))
 
 
-def _is_promising(variant: Variant) -> bool:
+def _is_promising(spec: Spec, variant: Variant) -> bool:
     structure, tile = variant.structure, variant.tile
     if structure.role == "native":
         return tile.block_n >= 64 and tile.num_warps <= 2
-    if structure != Structure("both", load=structure.load, readout=structure.readout):
+    if structure.route == "rebuild":
+        return spec.family == "gdn"  # few points, and its default is one of them
+    if structure != Structure("both", load=structure.load, readout=structure.readout, loop=structure.loop):
         return False
     if structure.load == "early":
         return tile.block_p >= 4 and tile.num_warps <= 4 and tile.evict_first
@@ -244,10 +249,16 @@ def static_tune(
         specs=tuple(plans),
         gate_failures=tuple(f"{spec.key} {s.key}: {reason}" for (spec, s), reason in wrong.items()),
         share=RECORDED_SHARE,
-        notes=(
-            "times are estimates of an analytical model, made for ranking",
-            "numerics were checked in Triton's interpreter, with fp16 in place of bf16",
-        ),
+        notes=_notes(chosen),
+    )
+
+
+def _notes(specs: Iterable[Spec]) -> tuple[str, ...]:
+    unknown = sorted({spec.family for spec in specs} - {*RECORDED_FAMILIES})
+    return (
+        "times are estimates of an analytical model, made for ranking",
+        *(f"the model has not been compared with measurements of {family} kernels" for family in unknown),
+        "numerics were checked in Triton's interpreter, with fp16 in place of bf16",
     )
 
 

@@ -53,6 +53,7 @@ _CHOICES: Final[dict[str, tuple[str | int | bool, ...]]] = {
     "readout": ("elementwise", "dot"),
     "scores": ("elementwise", "dot"),
     "load": ("late", "early"),
+    "loop": ("heads", "tiles"),
     "num_stages": tuple(range(1, 9)),
     "max_registers": (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 168, 192, 224, 240, 255),
     "evict_first": (False, True),

@@ -16,6 +16,15 @@ STRUCTURES = (
     Structure("both", readout="dot"),
     Structure("both", "precomputed"),
 )
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+KERNELS = (
+    *((SPEC, structure) for structure in STRUCTURES),
+    *((GDN, structure) for structure in STRUCTURES[:3]),
+    (GDN, Structure("both", readout="dot", loop="tiles")),
+)
+by_kernel = pytest.mark.parametrize(
+    ("spec", "structure"), KERNELS, ids=[f"{spec.family} {structure.key}" for spec, structure in KERNELS]
+)
 
 
 def calls(source, name):
@@ -28,16 +37,16 @@ def calls(source, name):
     return found
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.key)
+@by_kernel
 @pytest.mark.parametrize("name", stages.STAGES)
-def test_every_stage_is_found_in_every_kernel_that_has_it(structure, name):
-    source = render(SPEC, structure)
+def test_every_stage_is_found_in_every_kernel_that_has_it(spec, structure, name):
+    source = render(spec, structure)
     assert stages.without(source, stages.STAGES[name], 8, 16) != ast.unparse(ast.parse(source))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.key)
-def test_what_is_left_out_is_masked_and_nothing_else(structure):
-    source = render(SPEC, structure)
+@by_kernel
+def test_what_is_left_out_is_masked_and_nothing_else(spec, structure):
+    source = render(spec, structure)
     stores = calls(stages.without(source, stages.STAGES["output and appends"], 8, 16), "store")
     state = {pointer for pointer in stores if "state" in pointer or pointer == "fold_ptrs"}
     padding = {pointer for pointer in stores if "pad_ptr" in pointer}

@@ -72,6 +72,18 @@ def test_what_is_asked_stands_beside_the_cells_it_is_asked_of():
     assert all(r["asked"] == 0.995 for r in summary.select(records, "mix_vs_native"))
 
 
+def test_layers_of_both_families_are_told_apart():
+    gdn = cell(32768, spec="gdn-step-p64-n128-g16-w16-t1-xbf16-sfp32-rbf16-fbsl")
+    records = summary.derive([("a.json", run(cell(32768), gdn))])
+    assert [r["asked"] for r in summary.select(records, "flush_roof_share", family="gdn")] == [None]
+    assert [r["asked"] for r in summary.select(records, "flush_roof_share", family="mamba2")] == [0.93]
+    region = summary.steps_region(records)
+    assert "| GDN 64 x 128, 16 value heads/key head |" in region
+    assert "| 64 x 128, 16 heads/group |" in region
+    (panel,) = figure.info(records, "H200", family="mamba2", head_dim=64)
+    assert panel.series["replay"] == ((32768, 300.0),)
+
+
 def test_totals_and_ready_records():
     records = summary.derive(
         [

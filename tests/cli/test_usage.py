@@ -52,6 +52,12 @@ BAD_INPUT = {
     ),
     "half a shape": (("--gpu", "H100", "--heads", "8"), 2, "--head-dim, --state-size missing", "--model"),
     "groups alone": (("--gpu", "H100", "--groups", "8"), 2, "--groups alone", "--heads"),
+    "family alone": (("--gpu", "H100", "--family", "gdn"), 2, "--family alone", "--heads"),
+    "unknown family": (("--gpu", "H100", "--family", "kda"), 2, "'kda' is not one of", "--help"),
+    "key heads": (
+        ("--gpu", "H100", "--family", "gdn", "--heads", "30", "--groups", "16", *SHAPE), 2,
+        "30 value heads are not divisible by 16 key heads", "--groups",
+    ),
     "hf config": (("--gpu", "H100", "--hf-config", "absent.json"), 2, "No such file", "config.json"),
     "list": (("--gpu", "H100", "--batch", "1;2"), 2, "not a list of integers", "--help"),
     "negative batch": (("--gpu", "H100", "--batch", "-1"), 2, "-1 is below 1", "--help"),

@@ -139,6 +139,18 @@ def test_the_whole_request(call, tuner, tmp_path):
     assert {work.effective_batches for work in job.work} == {(32, 128), (8, 32)}
 
 
+def test_layers_of_gdn_by_name_and_by_shape(call, tuner):
+    shape = ("--heads", "64", "--head-dim", "128", "--state-size", "128", "--groups", "16")
+    common = ("--tp", "1,8", "--state-dtype", "fp32", "--batch", "2")
+    for layer in (("--model", "qwen3.5-122b-a10b"), ("--family", "gdn", *shape)):
+        assert call("plan", "--gpu", "H200", *layer, *common)[0] == 0
+    named, shaped = (job.work for _, job in tuner.calls)
+    assert named[0].spec == Spec("gdn", "step", 128, 128, 4, 16, has_d=False, qk_l2norm=True)
+    assert [(w.spec, w.effective_batches) for w in named] == [(w.spec, w.effective_batches) for w in shaped]
+    assert named[0].effective_batches == (16, 128)
+    assert shaped[0].layers == ("gdn 64x128x128 tp1", "gdn 64x128x128 tp8")
+
+
 @pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])
 def test_json_is_one_document_and_the_only_thing_on_stdout(call, verb):
     arguments = (verb,) if verb in ("check", "generate") else (verb, "--gpu", "H100")

@@ -31,6 +31,12 @@ ODD = Spec(
     activation_dtype="fp16", ring_dtype="fp16", state_dtype="fp16", has_z=True,
 )  # fmt: skip
 
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+GDN_ODD = Spec(
+    "gdn", "step", 80, 96, 3, 5,
+    activation_dtype="fp16", ring_dtype="fp32", state_dtype="fp16", has_d=False, has_dt_bias=False,
+)  # fmt: skip
+
 CASES = {
     "both_early": (SPEC, Structure("both", load="early")),
     "both_dot": (SPEC, Structure("both", readout="dot")),
@@ -38,6 +44,12 @@ CASES = {
     "nonflush_late_odd": (ODD, Structure("nonflush")),
     "flush_dot_odd": (ODD, Structure("flush", readout="dot")),
     "native_odd": (ODD.native, Structure("native")),
+    "gdn_both_dot_tiles": (GDN, Structure("both", readout="dot", loop="tiles")),
+    "gdn_both_early_odd": (GDN_ODD, Structure("both", load="early")),
+    "gdn_nonflush_rebuild_odd": (GDN_ODD, Structure("nonflush", route="rebuild")),
+    "gdn_native": (GDN.native, Structure("native")),
+    "gdn_materialize": (GDN.materialize, Structure("materialize")),
+    "materialize_odd": (ODD.materialize, Structure("materialize")),
 }
 
 SPECS = (
@@ -50,6 +62,9 @@ SPECS = (
         activation_dtype="fp32", ring_dtype="fp32", has_d=False, dt_softplus=False,
     ),
     Spec("mamba2", "step", 256, 256, 1, 64, state_dtype="bf16", has_z=True),
+    Spec("mamba2", "step", 64, 64, 3, 16),
+    GDN,
+    GDN_ODD,
 )  # fmt: skip
 
 

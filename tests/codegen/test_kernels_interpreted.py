@@ -8,28 +8,31 @@ bf16 and long trajectories need a GPU.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 
 from replayssm_tune.codegen.space import legal_structures
 from replayssm_tune.runtime.plan import Plan, Structure
-from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.runtime.spec import FAMILIES, Spec
 from replayssm_tune.tuner.interpreted import small_variant
 from tests.interpreter import run_interpreted
 
-FACTORS = {
+COMMON = {
     "dtype": ("fp32", "fp16", "mixed"),
     "head_dim": (16, 20),
     "state_size": (32, 24),
-    "has_z": (False, True),
-    "has_d": (True, False),
     "has_dt_bias": (True, False),
-    "dt_softplus": (True, False),
     "index_dtype": ("int32", "int64"),
     "gap_bytes": (16, 4),
     "spare": (0, 2),
 }
+OPTIONS = {
+    "mamba2": {"has_z": (False, True), "has_d": (True, False), "dt_softplus": (True, False)},
+    "gdn": {"qk_l2norm": (True, False)},
+}
+FACTORS = {family: COMMON | options for family, options in OPTIONS.items()}
 """``mixed``: fp16 inputs and ring beside an fp32 state. ``gap_bytes`` 4: nothing is aligned."""
 
 DTYPES = {"fp32": ("fp32", "fp32"), "fp16": ("fp16", "fp16"), "mixed": ("fp16", "fp32")}
@@ -37,12 +40,13 @@ DTYPES = {"fp32": ("fp32", "fp32"), "fp16": ("fp16", "fp16"), "mixed": ("fp16", 
 Scene = dict[str, object]
 
 
-def all_pairs() -> set[frozenset[tuple[str, object]]]:
+def all_pairs(family: str) -> set[frozenset[tuple[str, object]]]:
+    factors = FACTORS[family]
     return {
         frozenset(((a, x), (b, y)))
-        for a, b in itertools.combinations(FACTORS, 2)
-        for x in FACTORS[a]
-        for y in FACTORS[b]
+        for a, b in itertools.combinations(factors, 2)
+        for x in factors[a]
+        for y in factors[b]
     }
 
 
@@ -50,14 +54,15 @@ def pairs_of(scene: Scene) -> set[frozenset[tuple[str, object]]]:
     return {frozenset(pair) for pair in itertools.combinations(scene.items(), 2)}
 
 
-def scenes() -> list[Scene]:
+@functools.cache
+def scenes(family: str) -> list[Scene]:
     """Few scenes that cover every pair of values: each is the best extension of an open pair."""
-    open_pairs = all_pairs()
+    open_pairs = all_pairs(family)
     found: list[Scene] = []
     while open_pairs:
         first = dict(min(open_pairs, key=lambda pair: sorted(map(str, pair))))
         scene: Scene = {}
-        for name, values in FACTORS.items():
+        for name, values in FACTORS[family].items():
             if name in first:
                 scene[name] = first[name]
                 continue
@@ -71,17 +76,19 @@ def scenes() -> list[Scene]:
     return found
 
 
-def spec_of(scene: Scene) -> Spec:
+def spec_of(family: str, scene: Scene) -> Spec:
     activation, state = DTYPES[str(scene["dtype"])]
-    flags = {name: scene[name] for name in ("has_z", "has_d", "has_dt_bias", "dt_softplus")}
+    flags = {"has_d": False} | {name: scene[name] for name in ("has_dt_bias", *OPTIONS[family])}
     return Spec(
-        "mamba2", "step", int(str(scene["head_dim"])), int(str(scene["state_size"])), 2, 4,
+        family, "step", int(str(scene["head_dim"])), int(str(scene["state_size"])), 2, 4,
         activation_dtype=activation, state_dtype=state, ring_dtype=activation, **flags,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def structures() -> list[Structure]:
-    everywhere = dict.fromkeys(s for scene in scenes() for s in legal_structures(spec_of(scene)))
+def structures(family: str) -> list[Structure]:
+    everywhere = dict.fromkeys(
+        s for scene in scenes(family) for s in legal_structures(spec_of(family, scene))
+    )
     return sorted(everywhere)
 
 
@@ -98,13 +105,14 @@ def plans_of(spec: Spec, chosen: list[Structure]) -> list[Plan]:
     return plans
 
 
-def assignment() -> dict[int, list[Structure]]:
+@functools.cache
+def assignment(family: str) -> dict[int, list[Structure]]:
     """Structures by scene: each on two scenes that differ in head dim and state size."""
-    all_scenes = scenes()
-    legal = [set(legal_structures(spec_of(scene))) for scene in all_scenes]
+    all_scenes = scenes(family)
+    legal = [set(legal_structures(spec_of(family, scene))) for scene in all_scenes]
     load = [0] * len(all_scenes)
     chosen: dict[int, list[Structure]] = {i: [] for i in range(len(all_scenes))}
-    for structure in structures():
+    for structure in structures(family):
         possible = [i for i in range(len(all_scenes)) if structure in legal[i]]
 
         def cost(pair: tuple[int, int]) -> tuple[int, int, bool]:
@@ -119,39 +127,45 @@ def assignment() -> dict[int, list[Structure]]:
     return chosen
 
 
-def test_scenes_cover_all_pairs_of_values():
-    found = scenes()
-    assert set().union(*map(pairs_of, found)) == all_pairs()
+CASES = [(family, index) for family in FAMILIES for index in range(len(scenes(family)))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scenes_cover_all_pairs_of_values(family):
+    found = scenes(family)
+    assert set().union(*map(pairs_of, found)) == all_pairs(family)
     assert len(found) <= 14
 
 
-def test_every_structure_meets_other_dtypes_and_sizes():
-    all_scenes = scenes()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_structure_meets_other_dtypes_and_sizes(family):
+    all_scenes = scenes(family)
     met: dict[Structure, list[Scene]] = {}
-    for i, chosen in assignment().items():
+    for i, chosen in assignment(family).items():
         for structure in chosen:
             met.setdefault(structure, []).append(all_scenes[i])
-    assert set(met) == set(structures())
+    assert set(met) == set(structures(family))
     for structure, seen in met.items():
         for name in ("head_dim", "state_size"):
             assert len({scene[name] for scene in seen}) == 2, structure.key
 
 
 @pytest.mark.interpreter
-def test_rings_wrap_in_these_scenes():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rings_wrap_in_these_scenes(family):
     wrapping = [
-        run_interpreted("tests.codegen.interpreted_gate:wraps", spec_of(scene).key, scene["spare"])
-        for scene in scenes()
+        run_interpreted("tests.codegen.interpreted_gate:wraps", spec_of(family, scene).key, scene["spare"])
+        for scene in scenes(family)
     ]
     assert sum(wrapping) > len(wrapping) / 2
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("index", range(len(scenes())))
-def test_structures_pass_the_gate(index, tmp_path):
-    scene = scenes()[index]
-    spec = spec_of(scene)
-    plans = plans_of(spec, assignment()[index])
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_structures_pass_the_gate(family, index, tmp_path):
+    scene = scenes(family)[index]
+    spec = spec_of(family, scene)
+    plans = plans_of(spec, assignment(family)[index])
     found = run_interpreted(
         "tests.codegen.interpreted_gate:verdicts",
         spec.key,
@@ -166,10 +180,10 @@ def test_structures_pass_the_gate(index, tmp_path):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("index", range(0, len(scenes()), 3))
-def test_the_native_step_passes_the_gate(index, tmp_path):
-    scene = scenes()[index]
-    spec = spec_of(scene).native
+@pytest.mark.parametrize(("family", "index"), CASES[::3])
+def test_the_native_step_passes_the_gate(family, index, tmp_path):
+    scene = scenes(family)[index]
+    spec = spec_of(family, scene).native
     plan = Plan((small_variant(spec, Structure("native")),))
     found = run_interpreted(
         "tests.codegen.interpreted_gate:verdicts",

@@ -15,10 +15,17 @@ from replayssm_tune.runtime.plan import ROLES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 
 SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+
+
+def with_role(spec, role):
+    """The spec of the same layer whose kernels have that role."""
+    return {"native": spec.native, "materialize": spec.materialize}.get(role, spec)
+
 
 specs = st.builds(
-    Spec,
-    family=st.just("mamba2"),
+    lambda family, **fields: Spec(family, has_d=family == "mamba2", **fields),
+    family=st.sampled_from(("mamba2", "gdn")),
     op=st.just("step"),
     head_dim=st.integers(1, 256) | st.sampled_from((64, 80, 96, 128)),
     state_size=st.integers(1, 256) | st.sampled_from((64, 128, 256)),
@@ -32,7 +39,7 @@ specs = st.builds(
 
 @hypothesis.given(specs, st.sampled_from(ROLES))
 def test_points_are_legal_unique_and_of_known_axis_values(spec, role):
-    spec = spec.native if role == "native" else spec
+    spec = with_role(spec, role)
     found = points(spec, role)
     assert len(set(found.variants)) == len(found.variants) > 0
     assert found.total == len(found.variants) + sum(found.rejected.values())
@@ -46,7 +53,7 @@ def test_points_are_legal_unique_and_of_known_axis_values(spec, role):
 
 @hypothesis.given(specs)
 def test_the_default_plan_is_a_point(spec):
-    for one in (spec, spec.native):
+    for one in (spec, spec.native, spec.materialize):
         (variant,) = default_plan(one).variants
         found = points(one, variant.structure.role)
         assert found.default == variant == found.variants[0]
@@ -58,9 +65,8 @@ def test_the_default_plan_is_a_point(spec):
 )
 def test_the_space_compiles_within_minutes(head_dim, state_size, heads_per_group, state_dtype):
     spec = Spec("mamba2", "step", head_dim, state_size, heads_per_group, 16, state_dtype=state_dtype)
-    size = {role: len(points(spec, role).variants) for role in roles(spec)}
-    size["native"] = len(points(spec.native, "native").variants)
-    most = {"both": 380, "nonflush": 120, "flush": 100, "native": 50}
+    size = {role: len(points(with_role(spec, role), role).variants) for role in ROLES}
+    most = {"both": 380, "nonflush": 120, "flush": 100, "native": 50, "materialize": 40}
     assert all(size[role] <= most[role] for role in ROLES), size
 
 
@@ -90,7 +96,18 @@ def test_the_order_never_changes():
 def test_points_that_won_on_an_h200_are_in(key):
     variant = Variant.parse(key)
     role = variant.structure.role
-    assert variant in points(SPEC.native if role == "native" else SPEC, role).variants
+    assert variant in points(with_role(SPEC, role), role).variants
+
+
+@pytest.mark.parametrize("key", [
+    "both.inline.output_only.dot.elementwise.late.tiles/p64.n128.f32.h2.w2.s2.r0.e0",
+    "both.inline.output_only.dot.elementwise.late.tiles/p32.n128.f32.h2.w1.s2.r0.e0",
+    "both.inline.output_only.dot.elementwise.late/p32.n128.f32.h2.w2.s2.r0.e0",
+    "both.inline.output_only.elementwise.elementwise.early/p8.n64.f128.h1.w1.s1.r0.e0",
+    "both.inline.output_only.elementwise.elementwise.late/p32.n64.f64.h1.w1.s1.r0.e0",
+])  # fmt: skip
+def test_points_of_gdn_that_won_on_an_h200_are_in(key):
+    assert Variant.parse(key) in points(GDN, "both").variants
 
 
 def broken(structure, spec=SPEC, **tile):
@@ -106,6 +123,7 @@ def test_every_constraint_rejects_what_it_names():
         broken(Structure("native")),
         broken(Structure("flush", route="rebuild"), fold_block_n=64),
         broken(Structure("both", scores="dot", route="rebuild"), fold_block_n=64),
+        broken(Structure("both", "precomputed"), GDN, fold_block_n=64),
         broken(Structure("nonflush", load="early"), heads_per_program=2),
         broken(Structure("both", load="early"), fold_block_n=64),
         broken(Structure("nonflush", "precomputed", load="early")),
@@ -119,12 +137,22 @@ def test_every_constraint_rejects_what_it_names():
         broken(Structure("both")),
         broken(Structure("flush"), block_n=64, fold_block_n=64),
         broken(Structure("nonflush"), heads_per_program=6),
+        broken(Structure("nonflush", loop="tiles")),
+        broken(Structure("nonflush", load="early", loop="tiles"), GDN),
         broken(Structure("nonflush"), num_stages=2),
+        broken(Structure("nonflush", loop="tiles"), GDN, num_stages=4, block_p=64),
         broken(Structure("flush"), block_p=64, fold_block_n=128, num_warps=1),
         broken(Structure("both", load="early"), block_p=2, fold_block_n=128, num_warps=8),
     ]
     names = [constraint.name for constraint in CONSTRAINTS]
-    assert [names.index(name) for name in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8, 8]
+    assert [names.index(name) for name in found] == [
+        0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 8, 9, 9, 10, 10,
+    ]  # fmt: skip
+
+
+def test_a_loop_over_tiles_is_long_enough_for_a_pipeline():
+    structure = Structure("nonflush", loop="tiles")
+    assert broken(structure, GDN, num_stages=4, block_p=32) == ""
 
 
 def test_a_fold_in_the_dot_asks_nothing_of_the_activation():
@@ -159,13 +187,15 @@ def test_a_role_of_another_op_is_refused():
 def test_every_region_contributes_to_a_common_shape():
     for region in REGIONS:
         for role in region.roles:
-            spec = SPEC.native if role == "native" else SPEC
-            legal = [v for v in region.variants(spec, role) if not broken_constraint(spec, v)]
+            common = [with_role(spec, role) for spec in (SPEC, GDN)]
+            legal = [
+                v for spec in common for v in region.variants(spec, role) if not broken_constraint(spec, v)
+            ]
             assert legal, region
 
 
 def test_structures_searched_are_legal():
-    for spec in (SPEC, SPEC.native):
+    for spec in (SPEC, SPEC.native, SPEC.materialize, GDN, GDN.native):
         assert set(space.structures(spec)) <= set(space.legal_structures(spec))
 
 

@@ -76,7 +76,7 @@ def test_steps_of_snippets_are_what_they_warm_up(monkeypatch: pytest.MonkeyPatch
         return met[-1]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(signatures, "_steps", signatures._Signatures())
+    monkeypatch.setattr(signatures, "_known", {})
     monkeypatch.setattr(signatures, "check_step", check)
     torch._dynamo.reset()
     spec = execute(ROOT / "docs" / "runtime.md", "python")["spec"]

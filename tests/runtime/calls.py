@@ -17,8 +17,19 @@ P64_BF16 = replace(P64, state_dtype="bf16")
 P80 = Spec("mamba2", "step", 80, 128, 12, 16)
 """Specs whose kernels and table rows ship."""
 
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+GDN_BF16 = replace(GDN, state_dtype="bf16")
+
 CACHES = ("state", "ring_x", "ring_b", "ring_decay")
 CURSORS = ("ring_start", "ring_len")
+GDN_CACHES = {"ring_u": "ring_x", "ring_k": "ring_b", "ring_g": "ring_decay"}
+"""Fields of a cache by the names that GDN's ops have for them."""
+
+
+def caches_of(given: dict[str, Any]) -> dict[str, str]:
+    """The caches and cursors of a call: their names as fields of a cache, by their names in the call."""
+    names = {GDN_CACHES.get(name, name): name for name in given}
+    return {names[field]: field for field in (*CACHES, *CURSORS) if field in names}
 
 
 def random_call(
@@ -45,22 +56,30 @@ def random_call(
     cache = ops.make_cache(spec, slots, heads, groups, device)
     cache.state.copy_(normal(*cache.state.shape))
     slot = torch.randperm(slots, generator=g, device=device)[:rows]
-    given: dict[str, Any] = {
-        "x": normal(rows, heads, spec.head_dim, dtype=activation),
-        "dt": normal(rows, heads, dtype=activation),
-        "A": -1.0 - 15.0 * torch.rand(heads, generator=g, device=device),
-        "B": normal(rows, groups, spec.state_size, dtype=activation),
-        "C": normal(rows, groups, spec.state_size, dtype=activation),
-        "D": normal(heads),
-        "dt_bias": normal(heads) - 4.0,
-        "state": cache.state,
-        "slot_index": slot.to(index_dtype),
-    }
+    rate = 1.0 + 15.0 * torch.rand(heads, generator=g, device=device)
+    value = normal(rows, heads, spec.head_dim, dtype=activation)
+    gate = normal(rows, heads, dtype=activation)
+    key, query = (normal(rows, groups, spec.state_size, dtype=activation) for _ in range(2))
+    given: dict[str, Any] = {"state": cache.state, "slot_index": slot.to(index_dtype)}
+    if spec.has_dt_bias:
+        given["dt_bias"] = normal(heads) - 4.0
+    if spec.family == "gdn":
+        given |= {"q": query, "k": key, "v": value, "a": gate, "b": normal(rows, heads, dtype=activation)}
+        given |= {"A_log": rate.log(), "qk_l2norm": spec.qk_l2norm}
+    else:
+        given |= {"x": value, "dt": gate, "A": -rate, "B": key, "C": query}
+        if spec.has_z:
+            given["z"] = normal(rows, heads, spec.head_dim, dtype=activation)
+        if spec.has_d:
+            given["D"] = normal(heads)
     if spec.op == "native_step":
         return given
     cache.ring_x.copy_(normal(*cache.ring_x.shape))
     cache.ring_b.copy_(normal(*cache.ring_b.shape))
     cache.ring_decay.uniform_(0.001, 0.1, generator=g)
+    if spec.family == "gdn":
+        cache.ring_b.div_(cache.ring_b.norm(dim=-1, keepdim=True))
+        cache.ring_decay.neg_()
     cache.ring_start.random_(0, cache.capacity, generator=g)
     cache.ring_len.fill_(spec.window // 2)
     cache.ring_len[slot[::2]] = spec.window
@@ -68,7 +87,9 @@ def random_call(
 
 
 def call(given: dict[str, Any]) -> Tensor:
-    """The step, or the native step where no window is given."""
+    """The step of the family whose arguments these are, or its native step where no window is given."""
+    if "q" in given:
+        return ops.gdn_step(**given) if "window" in given else ops.gdn_native_step(**given)
     return ops.mamba2_step(**given) if "window" in given else ops.mamba2_native_step(**given)
 
 
@@ -80,7 +101,7 @@ def commit(given: dict[str, Any], accepted: Tensor | None = None) -> None:
         ring_len=given["ring_len"],
         slot_index=given["slot_index"],
         window=given["window"],
-        capacity=given["ring_x"].shape[2],
+        capacity=given["ring_u" if "q" in given else "ring_x"].shape[2],
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from replayssm_tune.runtime import modules, ops
 from replayssm_tune.runtime.compiled import ModuleSource
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
-from replayssm_tune.tuner.trajectory import Pool, Step, Trajectory, relative_rms
+from replayssm_tune.tuner.appends import expected_append
+from replayssm_tune.tuner.pool import Pool
+from replayssm_tune.tuner.trajectory import Step, Trajectory, relative_rms
 
 
 @dataclass
@@ -32,37 +35,46 @@ class Errors:
     expected: Tensor
 
 
-def make_spec(op: str = "step", **changes: object) -> Spec:
+def make_spec(op: str = "step", family: str = "mamba2", **changes: object) -> Spec:
+    """A small fp32 spec; of ``changes``, inputs that Mamba-2 alone has do nothing to another family."""
     fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
-    fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32"} | changes
-    spec = Spec("mamba2", "step", **fields)
+    fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
+    if family == "gdn":
+        fields |= {"qk_l2norm": True} | changes | {"has_d": False, "has_z": False}
+    else:
+        fields |= changes
+    spec = Spec(family, "step", **fields)
     return spec.native if op == "native_step" else spec
 
 
+STEPS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "mamba2": {"step": ops.mamba2_step, "native_step": ops.mamba2_native_step},
+    "gdn": {"step": ops.gdn_step, "native_step": ops.gdn_native_step},
+}
+
+
 def launch(trajectory: Trajectory, pool: Pool, step: Step, out: Tensor | None = None) -> Tensor:
-    arguments = (step.x, step.dt, trajectory.A, step.B, step.C)
-    options = {
-        "D": trajectory.D,
-        "z": step.z,
+    spec = trajectory.spec
+    given: dict[str, Any] = {
         "dt_bias": trajectory.dt_bias,
-        "dt_softplus": trajectory.spec.dt_softplus,
         "null_slot": trajectory.null_slot,
         "out": out,
-        "state": pool.state,
         "slot_index": step.slot_index,
     }
-    if trajectory.spec.op == "native_step":
-        return ops.mamba2_native_step(*arguments, **options)  # type: ignore[arg-type]
-    return ops.mamba2_step(
-        *arguments,
-        **options,  # type: ignore[arg-type]
-        ring_x=pool.ring_x,
-        ring_b=pool.ring_b,
-        ring_decay=pool.ring_decay,
-        ring_start=pool.ring_start,
-        ring_len=pool.ring_len,
-        window=trajectory.spec.window,
-    )
+    if spec.family == "gdn":
+        given |= {"q": step.C, "k": step.B, "v": step.x, "a": step.dt, "b": step.beta}
+        given |= {"A_log": trajectory.A, "qk_l2norm": spec.qk_l2norm}
+    else:
+        given |= {"x": step.x, "dt": step.dt, "B": step.B, "C": step.C, "z": step.z}
+        given |= {"A": trajectory.A, "D": trajectory.D, "dt_softplus": spec.dt_softplus}
+    if spec.op == "native_step":
+        given["state"] = pool.state
+    else:
+        cache = ops.Cache(
+            pool.state, pool.ring_x, pool.ring_b, pool.ring_decay, pool.ring_start, pool.ring_len, spec.family
+        )
+        given |= {"window": spec.window, **cache.tensors()}
+    return STEPS[spec.family][spec.op](**given)
 
 
 def commit(trajectory: Trajectory, pool: Pool, step: Step) -> None:
@@ -85,6 +97,13 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
     for step in trajectory:
         before = pool.storage.clone()
         start, length = pool.ring_start.clone(), pool.ring_len.clone()
+        append = None
+        if pool.capacity:
+            append = expected_append(trajectory.spec, trajectory.recurrence, pool, step)
+            if trajectory.spec.family == "gdn" and trajectory.spec.ring_dtype == "fp32":
+                # What is recalled is a sum of terms that cancel: it may be larger than u and its error too.
+                bounds = append.tolerance
+                append = replace(append, tolerance=bounds._replace(x=4 * bounds.x))
         out = torch.full_like(step.x, float("nan"))
         launch(trajectory, pool, step, out)
 
@@ -95,12 +114,9 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
         assert not (changed & ~pool.writable(step.slots, step.stores, step.append)).any()
         assert torch.equal(pool.ring_start, start)
         assert torch.equal(pool.ring_len, length)
-        if pool.capacity:
-            x, B = step.x[step.live], step.B[step.live]
-            assert torch.equal(pool.ring_x[step.slots, :, step.append], x.to(pool.ring_x.dtype))
-            assert torch.equal(pool.ring_b[step.slots, :, step.append], B.to(pool.ring_b.dtype))
-            delta = pool.ring_decay[step.slots, :, step.append].double()
-            torch.testing.assert_close(delta, step.delta, rtol=1e-6, atol=1e-30)
+        if append is not None:
+            # Copied inputs to the bit, computed entries as exactly as their dtype allows.
+            assert not any(append.wrong(pool.entry(step.slots, step.append)))
         commit(trajectory, pool, step)
         stored = pool.state[step.slots[step.stores]].double()
         if len(stored):
@@ -140,10 +156,15 @@ class Driver:
     passes_gate: Callable[[Errors], bool] = passes_gate
 
 
+@pytest.fixture(scope="session", params=STEPS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
-def driver() -> Driver:
+def driver(family: str) -> Driver:
     torch.set_num_threads(1)
-    return Driver()
+    return Driver(make_spec=functools.partial(make_spec, family=family))
 
 
 @pytest.fixture(params=["step", "native_step"])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from replayssm_tune.runtime import commit, conv_seed, conv_step, drained, reset
+from replayssm_tune.runtime.contracts import CONV_STEP
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 
 TOLERANCE = {"fp32": 3e-6, "fp16": 1e-3, "bf16": 8e-3}
@@ -208,21 +209,20 @@ class Run:
 
     def advance(self, call: Call) -> int:
         """Keep some tokens of a step, move the cursors, end or prolong a sequence; returns how many."""
-        scene, accepted, slots, first = self.scene, [], [], 0
+        scene, accepted, first = self.scene, [], 0
         for sequence, count in zip(call.owner, call.count, strict=True):
             kept = 0
             while kept < count and self.uniform() < scene.accept:
                 kept += 1
             accepted.append(kept)
-            # An empty row is padding: its ring has not been folded.
-            slots.append(-1 if sequence is None or not count else self.slot_of[sequence])
             if sequence is not None:
                 new = call.x[first : first + kept].cpu()
                 self.streams[sequence] = torch.cat([self.streams[sequence], new])
             first += count
         commit(
-            self.indices(accepted), **self.cursors, slot_index=self.indices(slots), window=scene.window,
-            num_tokens=scene.num_tokens, capacity=scene.capacity, null_slot=scene.null_slot,
+            self.indices(accepted), **self.cursors, slot_index=call.slot_index, window=scene.window,
+            num_tokens=scene.num_tokens, capacity=scene.capacity, query_start=call.query_start,
+            null_slot=scene.null_slot,
         )  # fmt: skip
         for sequence in range(scene.sequences):
             if self.uniform() < scene.recycle:
@@ -306,10 +306,11 @@ def run_kernels(scene: Scene, block: int) -> dict[str, int]:
         scene: What to run, on CPU tensors.
         block: Channels of a program.
     """
-    from replayssm_tune.runtime import conv, conv_launch
+    from replayssm_tune.runtime import conv, conv_launch, launch
 
     torch.set_num_threads(1)
     conv_launch.tile = lambda rows, channels, tokens: (block, 1)
+    launch._raw_stream = int
 
     def null(slot: int | None) -> int:
         return -1 if slot is None else slot
@@ -325,8 +326,8 @@ def run_kernels(scene: Scene, block: int) -> dict[str, int]:
         for kernel, caches, y in ((False, copied, wanted), (True, ring, out)):
             tensors: Any = (x, given["weight"], given["bias"], caches, *(given[name] for name in names), y)
             if kernel:
-                call = conv.check_conv_step(*tensors, *tails[:2])
-                conv_launch.launch_conv_step(*(*tensors, *tails, call))
+                signature = conv.check_conv_step(CONV_STEP, tensors, tails[:-1])
+                conv_launch.prepare(signature, -1).launch(tensors, tails[-1])
             else:
                 conv.eager_conv_step(*tensors, *tails)
         assert same(ring, copied)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
-from replayssm_tune.runtime.spec import DTYPE_BYTES, Spec
+from replayssm_tune.runtime.spec import DTYPE_BYTES, FAMILIES, Spec
 from replayssm_tune.runtime.table import Binary, GpuInfo, Row, Table, Toolchain
 
 SPEC = Spec("mamba2", "step", head_dim=64, state_size=128, heads_per_group=16, window=16)
@@ -73,8 +73,8 @@ def step_specs() -> st.SearchStrategy[Spec]:
     dtypes = st.sampled_from(sorted(DTYPE_BYTES))
     activations_and_rings = dtypes.flatmap(lambda a: st.tuples(st.just(a), st.sampled_from([a, "fp32"])))
     return st.builds(
-        lambda dtypes, **fields: Spec(
-            "mamba2", "step", activation_dtype=dtypes[0], ring_dtype=dtypes[1], **fields
+        lambda dtypes, family, flags, **fields: Spec(
+            family, "step", activation_dtype=dtypes[0], ring_dtype=dtypes[1], **fields, **flags[family]
         ),
         activations_and_rings,
         head_dim=st.integers(1, 256),
@@ -82,10 +82,16 @@ def step_specs() -> st.SearchStrategy[Spec]:
         heads_per_group=st.integers(1, 300),
         window=st.integers(1, 64),
         state_dtype=dtypes,
-        has_d=st.booleans(),
-        has_z=st.booleans(),
         has_dt_bias=st.booleans(),
-        dt_softplus=st.booleans(),
+        family=st.sampled_from(FAMILIES),
+        flags=st.fixed_dictionaries(
+            {
+                "mamba2": st.fixed_dictionaries(
+                    {name: st.booleans() for name in ("has_d", "has_z", "dt_softplus")}
+                ),
+                "gdn": st.fixed_dictionaries({"has_d": st.just(False), "qk_l2norm": st.booleans()}),
+            }
+        ),
     )
 
 

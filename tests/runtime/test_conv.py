@@ -21,15 +21,22 @@ from replayssm_tune.codegen.render import render_conv
 from replayssm_tune.runtime import (
     ArgumentError,
     CompileError,
+    ToolchainError,
+    checks,
     commit,
     conv,
     conv_launch,
     conv_seed,
     conv_step,
     drained,
+    launch,
     ops,
     reset,
-)  # fmt: skip
+    signatures,
+    warmup_conv,
+)
+from replayssm_tune.runtime.contracts import CONV_STEP
+from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 from replayssm_tune.runtime.modules import CONVOLUTION, load_module, shared_path
 from tests.interpreter import run_interpreted
 from tests.runtime import conv_scenes
@@ -358,17 +365,18 @@ def test_a_signature_is_checked_in_full_once(monkeypatch: pytest.MonkeyPatch) ->
         full.append(args)
         return known(*args)
 
-    known = conv.check_conv_step
-    monkeypatch.setattr(conv, "check_conv_step", check)
-    monkeypatch.setattr(conv, "_calls", type(conv._calls)())
+    known = checks.described
+    monkeypatch.setattr(conv, "described", check)
+    monkeypatch.setattr(signatures, "_known", {})
     out = torch.empty_like(given["x"])
     for _ in range(3):
         conv_step(**copy.deepcopy(given), out=out)
     assert len(full) == 1
     conv_step(**given, activation=None, out=out)
     assert len(full) == 2
-    with pytest.raises(ArgumentError, match=r"window is 4\.0"):
-        conv_step(**given | {"window": 4.0}, out=out)
+    for name, value in (("window", 4.0), ("num_tokens", 1.0), ("num_tokens", True)):
+        with pytest.raises(ArgumentError, match=f"{name} is {value}; expected a whole number"):
+            conv_step(**given | {name: value}, out=out)
 
 
 def test_importing_needs_no_triton() -> None:
@@ -469,10 +477,8 @@ REFUSED_SEEDS: dict[str, tuple[dict[str, Any], str]] = {
     "history rank": ({"history": torch.zeros(2, 8)}, r"\(rows, width - 1, channels\)"),
     "history length": ({"history": torch.zeros(2, 4, 8)}, "history has 4 inputs a row .* 1 to 3"),
     "history rows": ({"history": torch.zeros(3, 3, 8)}, r"slots has shape \(2,\); expected \(3,\)"),
-    "history dtype": (
-        {"ring": torch.zeros(6, 8, 8).half()},
-        "history is fp32; expected fp16",
-    ),
+    "ring narrower": ({"ring": torch.zeros(6, 8, 8).half()}, "ring is fp16; expected fp32"),
+    "history dtype": ({"history": torch.zeros(2, 3, 8).double()}, "history is float64; expected fp32 or"),
     "history without channels": (
         {"history": torch.zeros(2, 3, 0), "ring": torch.zeros(6, 8, 0)},
         "history has no channels",
@@ -483,7 +489,10 @@ REFUSED_SEEDS: dict[str, tuple[dict[str, Any], str]] = {
     "ring too short": ({"ring": torch.zeros(6, 4, 8)}, "ring has room for 4 tokens .* at least 5"),
     "ring_start": ({"ring_start": torch.zeros(5, dtype=I32)}, r"ring_start has shape \(5,\)"),
     "slots dtype": ({"slots": torch.zeros(2)}, "slots is fp32; expected i32 or i64"),
-    "rows": ({"history": torch.zeros(1, 1, 8).expand(70_000, 1, 8)}, "history has 70000 rows"),
+    "rows": (
+        {"history": torch.zeros(1, 1, 8).expand(70_000, 1, 8), "slots": torch.zeros(70_000, dtype=I32)},
+        "history has 70000 rows",
+    ),
     "slot": ({"slots": torch.tensor([1, 6])}, "row 1 names slot 6"),
     "start": ({"ring_start": torch.full((6,), 8, dtype=I32)}, "ring_start 8"),
     "null_slot": ({"null_slot": "0"}, "null_slot is '0'"),
@@ -577,30 +586,101 @@ def test_kernels_compile_and_load_vectors_where_aligned(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = load_module(shared_path(CONVOLUTION))
     block, warps = conv_launch.tile(256, 8192, num_tokens)
+    step = conv_launch.Choice((num_tokens, num_tokens, 4, True, block), warps)
     for packed, aligned in itertools.product((None, "i32"), (True, False)):
         dtypes = ("bf16", "i32", "i32", "i64", "bf16", "bf16", None, packed, "bf16")
-        constants = (num_tokens, num_tokens, 4, True, block)
-        binary = conv_launch.compile_kernel(
-            module.conv_step, conv_launch._STEP, dtypes, constants, warps, target, aligned=aligned
-        )
+        binary = conv_launch.compile_kernel(conv_launch.STEP, step, dtypes, target, aligned=aligned)
         assert ("ld.global.v" in binary.asm["ptx"]) == aligned
-        # The order in which launchers take arguments.
-        assert tuple(binary.src.signature) == conv_launch._STEP.parameters()
+        # The order in which launchers give arguments.
+        assert list(binary.src.signature) == module.conv_step.arg_names
     seeds = ("fp32", "i32", "i32", "bf16")
-    binary = conv_launch.compile_kernel(
-        module.conv_seed, conv_launch._SEED, seeds, (3, 128), 1, target, aligned=True
-    )
+    kernel, choice = conv_launch.SEED, conv_launch.Choice((3, 128), 1)
+    binary = conv_launch.compile_kernel(kernel, choice, seeds, target, aligned=True)
     assert binary.asm["cubin"]
+    assert list(binary.src.signature) == module.conv_seed.arg_names
     with pytest.raises(CompileError, match="conv_seed does not compile for cuda"):
-        conv_launch.compile_kernel(
-            module.conv_seed, conv_launch._SEED, seeds, (3, 100), 1, target, aligned=True
-        )
+        conv_launch.compile_kernel(kernel, conv_launch.Choice((3, 100), 1), seeds, target, aligned=True)
 
 
-def test_parameters_are_those_of_the_kernels() -> None:
-    module = load_module(shared_path(CONVOLUTION))
-    for kernel in (conv_launch._STEP, conv_launch._SEED):
-        assert tuple(getattr(module, kernel.name).arg_names) == kernel.parameters()
+@pytest.mark.parametrize("kernel", [conv_launch.STEP, conv_launch.SEED], ids=lambda k: k.contract.name)
+def test_contracts_and_kernels_name_the_same_arguments(kernel: conv_launch.Kernel) -> None:
+    by_name = {argument.name: argument for argument in kernel.contract.arguments}
+    assert {tensor.name for tensor in kernel.tensors} == {*by_name}
+    for tensor in kernel.tensors:
+        assert len(tensor.stride_dims) == len(by_name[tensor.name].dims) - 1
+
+
+# ---- warming up ----
+
+ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
+    "channels": ({"channels": 0}, "channels is 0; expected a whole number of at least 1"),
+    "channels, no number": ({"channels": 64.0}, r"channels is 64\.0"),
+    "width": ({"width": 5}, "weight has width 5"),
+    "batch": ({"batches": [8, 0]}, "a batch is 0"),
+    "rows": ({"batches": [70_000]}, "has 70000 rows"),
+    "num_tokens": ({"num_tokens": 65}, "a window is 1 to 64 tokens"),
+    "dtype": ({"dtype": torch.float64}, "x is float64"),
+    "ring": ({"ring_dtype": torch.float16}, "ring is fp16; expected bf16 or fp32"),
+    "weight": ({"weight_dtype": torch.float16}, "weight is fp16; expected bf16 or fp32"),
+    "index": ({"index_dtype": torch.int16}, "slot_index is int16; expected i32 or i64"),
+    "activation": ({"activation": "relu"}, "activation is 'relu'"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_a_warm_up_of_what_is_not_legal_is_refused(name: str) -> None:
+    changes, message = ILLEGAL[name]
+    given: dict[str, Any] = {"channels": 64, "width": 4, "batches": [8]} | changes
+    with pytest.raises(ArgumentError, match=message):
+        warmup_conv(**given)
+
+
+def test_a_warm_up_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ToolchainError, match="no CUDA device to warm up"):
+        warmup_conv(64, 4, [8])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_a_warm_up_compiles_what_calls_will_ask_for(
+    dtypes: str, has_bias: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernel, constants, dtypes and alignment, without a GPU: what would be compiled is recorded."""
+    asked: list[Any] = []
+
+    def record(*arguments: Any) -> Any:
+        asked.append(arguments)
+        return lambda *ignored: None
+
+    monkeypatch.setattr(conv_launch, "_launch_of", record)
+    monkeypatch.setattr(launch, "_raw_stream", int)
+    monkeypatch.setattr(conv, "cuda_index", lambda device: -1)
+    x, ring, weight = (TORCH_DTYPES[name] for name in DTYPES[dtypes])
+    for channels, rows, num_tokens in ((64, 2, 1), (24, 3, 3), (1024, 600, 2)):
+        del asked[:]
+        count = warmup_conv(
+            channels, 3, [rows], num_tokens=num_tokens, packed=packed, dtype=x, ring_dtype=ring,
+            weight_dtype=weight, has_bias=has_bias, index_dtype=torch.int64,
+        )  # fmt: skip
+        warmed = {*asked}
+        assert len(warmed) == count == 2
+        del asked[:]
+        cache = torch.zeros(rows, 8, channels, dtype=ring)
+        cursor, slots = torch.zeros(rows, dtype=I32), torch.arange(rows)
+        inputs = torch.zeros(rows * num_tokens, channels, dtype=x)
+        bias = torch.zeros(channels, dtype=weight) if has_bias else None
+        starts = torch.arange(rows + 1, dtype=I32) * num_tokens if packed else None
+        tensors = (
+            inputs, torch.zeros(channels, 3, dtype=weight), bias, cache, cursor, cursor, slots, starts,
+            torch.empty_like(inputs),
+        )  # fmt: skip
+        signature = conv.check_conv_step(CONV_STEP, tensors, (3, num_tokens, True))
+        conv_launch.prepare(signature, -1).launch(tensors, -1)
+        history = torch.zeros(rows, 2, channels, dtype=x)
+        conv_launch.launch_conv_seed(history, cache, cursor, slots, -1)
+        assert {*asked} == warmed
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 64])

@@ -5,6 +5,7 @@ Tests with a device run on CPUs too, through the eager ops, so that they are kno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 import triton
 
-from replayssm_tune.runtime import commit, compiled, conv_seed, conv_step, reset
+from replayssm_tune.runtime import commit, compiled, conv_seed, conv_step, reset, warmup, warmup_conv
 from tests.runtime import conv_scenes
+from tests.runtime.calls import P64_BF16
 from tests.runtime.conv_scenes import Scene, same
 
 WINDOW, WIDTH = 16, 4
@@ -124,24 +126,21 @@ def test_graph_replays_any_number_of_live_rows(device: str, forbid_compiling: Ca
         conv_step(**options | caches | {"out": y})
         commit(
             accepted, ring_start=caches["ring_start"], ring_len=caches["ring_len"],
-            slot_index=marked, window=WINDOW, num_tokens=num_tokens, capacity=caches["ring"].shape[1],
-            null_slot=rows + 1,
+            slot_index=given["slot_index"], window=WINDOW, num_tokens=num_tokens,
+            capacity=caches["ring"].shape[1], query_start=query_start, null_slot=rows + 1,
         )  # fmt: skip
 
-    given["slot_index"].fill_(-1)
-    marked = given["slot_index"].clone()
     mine = {name: given[name] for name in held}
-    body(mine, out)
+    if device == "cuda":
+        warmup(P64_BF16, [1])  # the cursor ops of the group
+        assert warmup_conv(1152, WIDTH, [rows], num_tokens=num_tokens, packed=True, has_bias=True) == 2
     forbid_compiling()
     replay = captured(device, lambda: body(mine, out))
     for live in (1, 7, rows - 1, rows):
         other = {name: tensor.clone() for name, tensor in held.items()}
         for name, tensor in held.items():
             given[name].copy_(tensor)
-        # Rows beyond the live ones have no tokens; every other one keeps its slot. Cursor ops are not told
-        # of tokens, so that empty rows are marked for them.
-        marked.copy_(indices)
-        marked[live:] = -1
+        # Rows beyond the live ones have no tokens; every other one keeps its slot.
         given["slot_index"].copy_(indices)
         given["slot_index"][live::2] = -1
         counts = torch.where(torch.arange(rows) < live, num_tokens, 0)
@@ -155,6 +154,9 @@ def test_graph_replays_any_number_of_live_rows(device: str, forbid_compiling: Ca
         assert not bool(out[live * num_tokens :].any())
         for name, tensor in other.items():
             assert same(given[name], tensor), name
+        for name in cursors:
+            moved = (given[name] != held[name]).nonzero()[:, 0].tolist()
+            assert set(moved) <= set(indices[:live].tolist()), name
         touched = (given["ring"] != held["ring"]).any(2).any(1).nonzero()[:, 0].tolist()
         assert set(touched) <= set(indices[:live].tolist())
         assert touched or indices[:live].max() < 0
@@ -219,6 +221,49 @@ def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Calla
         for gap in (0, 3, 16, 128):
             assert same(outputs(slots, gap, WINDOW + gap % 5), expected)
     assert compiled.compilations == known
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("ring_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_warm_up_compiles_everything(
+    num_tokens: int, ring_dtype: torch.dtype, aligned: bool, forbid_compiling: Callable[[], None]
+) -> None:
+    """Both ops in a capture, at every batch that was named, and nothing is compiled any more."""
+    batches, channels = (1, 33, 700), 1152
+    warmup_conv(
+        channels, WIDTH, batches, num_tokens=num_tokens, ring_dtype=ring_dtype, has_bias=True, aligned=aligned
+    )
+    known = compiled.compilations
+    forbid_compiling()
+    for rows in batches:
+        given = random_call(rows, "cuda", channels, num_tokens=num_tokens)
+        given["ring"] = given["ring"].to(ring_dtype)
+        history = torch.randn(rows, WIDTH - 1, channels, device="cuda").bfloat16()
+        if not aligned:
+            given["x"], history = shifted(given["x"]), shifted(history)
+        out = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
+        ring, expected = given["ring"].clone(), given["ring"].clone()
+
+        def body(given: dict[str, Any], ring: Any, out: Any, history: Any) -> None:
+            conv_seed(history, ring=ring, ring_start=given["ring_start"], slots=given["slot_index"])
+            conv_step(**given | {"ring": ring, "out": out})
+
+        replay = captured("cuda", functools.partial(body, given, ring, out, history))
+        replay()
+        y = torch.full_like(out, float("nan"))
+        body(given, expected, y, history)
+        assert same(out, y)
+        assert same(ring, expected)
+        assert bool(y.isfinite().all())
+    assert compiled.compilations == known
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers at an address that is no multiple of 16 bytes."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.gpu

@@ -21,8 +21,28 @@ from replayssm_tune.codegen.targets import find
 from replayssm_tune.runtime import compiled, launch, lookup, ops, reference
 from replayssm_tune.runtime.errors import DispatchError
 from replayssm_tune.runtime.spec import Spec
-from replayssm_tune.tuner.trajectory import Trajectory, make_pool
-from tests.runtime.calls import CACHES, CURSORS, P64, P64_BF16, call, commit, copied, random_call
+from replayssm_tune.tuner.pool import make_pool
+from replayssm_tune.tuner.trajectory import Trajectory
+from tests.runtime.calls import (
+    GDN,
+    GDN_BF16,
+    P64,
+    P64_BF16,
+    caches_of,
+    call,
+    commit,
+    copied,
+    random_call,
+)
+
+# Kernels of GDN are rendered where none ship: tests with a spec take the fixture `renders`.
+small_states = pytest.mark.parametrize("spec", [P64_BF16, GDN_BF16], ids=["mamba2", "gdn"])
+
+
+@pytest.fixture(scope="session")
+def family() -> str:
+    """Scenes here name their specs, and by them their families: the driver runs them once."""
+    return "mamba2"
 
 
 @pytest.fixture
@@ -45,14 +65,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+@pytest.mark.parametrize(("spec", "seed"), [(P64, 11), (GDN, 15)], ids=["mamba2", "gdn"])
 def test_graph_replays_any_number_of_live_rows(
-    driver: Any, device: str, forbid_compiling: Callable[[], None]
+    driver: Any, device: str, renders: None, forbid_compiling: Callable[[], None], spec: Spec, seed: int
 ) -> None:
     """Captured at 64 rows after a warm-up; rows beyond the live ones keep stale inputs."""
-    spec, heads, index_dtype = P64, 16, torch.int64
+    heads, index_dtype = 16, torch.int64
     rows = 64 if device == "cuda" else 8
     scene = Trajectory(
-        spec, heads=heads, sequences=rows, padded_rows=0, attend=1.0, steps=1, null_slot=0, seed=11,
+        spec, heads=heads, sequences=rows, padded_rows=0, attend=1.0, steps=1, null_slot=0, seed=seed,
         device=device, index_dtype=index_dtype,
     )  # fmt: skip
     pool, other = scene.pool(), scene.pool()
@@ -109,8 +130,11 @@ def captured(device: str, body: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Callable[[], None]) -> None:
-    spec, rows, heads, groups = P64_BF16, 7, 32, 2
+@small_states
+def test_pool_layouts_compile_nothing_again(
+    device: str, renders: None, forbid_compiling: Callable[[], None], spec: Spec
+) -> None:
+    rows, heads, groups = 7, 32, 32 // spec.heads_per_group
     given = random_call(spec, rows, heads, device)
     expected = call(copied(given))
 
@@ -121,8 +145,8 @@ def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Calla
         else:
             cache = make_pool(spec, slots, heads, groups, device=device, gap_bytes=gap_bytes)
         changes = {}
-        for name in (*CACHES, *CURSORS):
-            changes[name] = getattr(cache, name)
+        for name, field in caches_of(given).items():
+            changes[name] = getattr(cache, field)
             changes[name][slots - rows :] = given[name]
         return call(given | changes | {"slot_index": given["slot_index"] + (slots - rows)})
 
@@ -137,9 +161,10 @@ def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Calla
 
 
 @pytest.mark.gpu
-def test_a_first_call_compiles_its_plan_alone(renders: None) -> None:
+@small_states
+def test_a_first_call_compiles_its_plan_alone(renders: None, spec: Spec) -> None:
     """Nothing is tuned or compiled beside the kernels of the plan that serves."""
-    spec = dataclasses.replace(P64_BF16, window=3)
+    spec = dataclasses.replace(spec, window=3)
     known = compiled.compilations
     given = random_call(spec, 1, 16, "cuda")
     call(given)
@@ -150,24 +175,25 @@ def test_a_first_call_compiles_its_plan_alone(renders: None) -> None:
     assert compiled.compilations - known == kernels
 
 
-def test_offsets_beyond_32_bits(device: str) -> None:
+@small_states
+def test_offsets_beyond_32_bits(device: str, renders: None, spec: Spec) -> None:
     """The last slots of a pool above 2**31 elements; all others keep their bits."""
-    spec, rows, heads = P64_BF16, 14, 16
+    rows, heads = 14, 16
     slots = 2**31 // (heads * spec.head_dim * spec.state_size) + 8 if device == "cuda" else 40
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("less than 12 GiB of GPU memory are free")
     small = random_call(spec, rows, heads, device)
-    cache = ops.make_cache(spec, slots, heads, 1, device)
+    cache = ops.make_cache(spec, slots, heads, heads // spec.heads_per_group, device)
     large = small | cache.tensors()
     large["slot_index"] = small["slot_index"] + (slots - rows)
-    for name in (*CACHES, *CURSORS):
+    for name in caches_of(small):
         large[name][slots - rows :] = small[name]
     for given in (small, large):
         given["out"] = call(given)
         commit(given)
     assert torch.equal(large["out"], small["out"])
     assert bool(small["out"].isfinite().all())
-    for name in (*CACHES, *CURSORS):
+    for name in caches_of(small):
         assert torch.equal(large[name][slots - rows :], small[name]), name
         # In parts: a comparison needs memory of its own.
         for part in large[name][: slots - rows].split(4096):
@@ -182,12 +208,13 @@ def step_and_commit(given: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore")  # Of the compiler, about its own configuration.
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_as_one_graph(device: str, backend: str) -> None:
+@small_states
+def test_compiled_as_one_graph(device: str, renders: None, backend: str, spec: Spec) -> None:
     if device == "cpu" and backend == "inductor":
         pytest.skip("would compile C++ to no end: the ops are opaque to it")
     from torch._inductor import config as inductor_config  # costs seconds
 
-    given = random_call(P64_BF16, 7, 32, device)
+    given = random_call(spec, 7, 32, device)
     eager = copied(given)
     expected = step_and_commit(eager)
     torch._dynamo.reset()
@@ -195,7 +222,7 @@ def test_compiled_as_one_graph(device: str, backend: str) -> None:
     with inductor_config.patch(compile_threads=1):
         y = torch.compile(step_and_commit, fullgraph=True, backend=backend)(given)
     assert torch.equal(y, expected)
-    for name in (*CACHES, *CURSORS):
+    for name in caches_of(given):
         assert torch.equal(given[name], eager[name]), name
 
 
@@ -244,8 +271,22 @@ def test_cursor_ops_are_those_of_the_reference(device: str, index_dtype: torch.d
             num_tokens=num_tokens, capacity=capacity, null_slot=null_slot,
         )  # fmt: skip
         reference.commit(
-            accepted, **wanted, slot_index=index, window=window, num_tokens=num_tokens, capacity=capacity,
-            null_slot=null,
+            accepted, **wanted, slot_index=index, query_start=None, window=window, num_tokens=num_tokens,
+            capacity=capacity, null_slot=null,
+        )  # fmt: skip
+        same(found, wanted)
+
+        count = torch.randint(0, num_tokens + 1, (rows,), generator=g)
+        query_start = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)]).int()
+        stale = torch.where(count == 0, 2**30, index)
+        found, wanted = cursors(device), cursors("cpu")
+        ops.commit(
+            accepted.to(device), **found, slot_index=stale.to(device), query_start=query_start.to(device),
+            window=window, num_tokens=num_tokens, capacity=capacity, null_slot=null_slot,
+        )  # fmt: skip
+        reference.commit(
+            accepted, **wanted, slot_index=stale, query_start=query_start, window=window,
+            num_tokens=num_tokens, capacity=capacity, null_slot=null,
         )  # fmt: skip
         same(found, wanted)
 

@@ -13,17 +13,32 @@ import pytest
 import torch
 
 from replayssm_tune.codegen.space import broken_constraint
-from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.compiled import ModuleSource
-from replayssm_tune.runtime.oracle import Oracle
+from replayssm_tune.runtime.oracle import Oracle, recurrence
 from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR, Gate
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
-from tests.runtime.calls import CACHES, P64, P64_BF16, P80, call, copied, random_call
+from tests.runtime.calls import (
+    CURSORS,
+    GDN,
+    GDN_BF16,
+    P64,
+    P64_BF16,
+    P80,
+    caches_of,
+    call,
+    commit,
+    copied,
+    random_call,
+)
 
 GATED_BF16 = dataclasses.replace(P64_BF16, has_z=True)
 EXACT = dataclasses.replace(P64, activation_dtype="fp32", ring_dtype="fp32")
+GDN_EXACT = dataclasses.replace(GDN, activation_dtype="fp32", ring_dtype="fp32")
+GDN_ODD = Spec(
+    "gdn", "step", 48, 96, 3, 8, activation_dtype="fp16", ring_dtype="fp32", has_d=False, has_dt_bias=False
+)
 
 SCENES: dict[str, tuple[Spec, dict[str, Any]]] = {
     "p64-fp32": (P64, {}),
@@ -37,7 +52,21 @@ SCENES: dict[str, tuple[Spec, dict[str, Any]]] = {
     "unaligned-fp32": (P64, {"gap_bytes": 4}),
     "gated": (GATED_BF16, {"null_slot": 0}),
     "gated-native": (GATED_BF16.native, {}),
+    "gdn-fp32": (GDN, {}),
+    "gdn-bf16": (GDN_BF16, {"index_dtype": torch.int64, "null_slot": 3}),
+    "gdn-native-fp32": (GDN.native, {}),
+    "gdn-native-bf16": (GDN_BF16.native, {"null_slot": 0}),
+    "gdn-unaligned": (GDN_BF16, {"gap_bytes": 4}),
+    "gdn-fp32-ring": (dataclasses.replace(GDN, ring_dtype="fp32"), {}),
+    "gdn-odd": (GDN_ODD, {}),
+    "gdn-odd-native": (GDN_ODD.native, {}),
 }
+
+
+@pytest.fixture(scope="session")
+def family() -> str:
+    """Scenes here name their specs, and by them their families: the driver runs them once."""
+    return "mamba2"
 
 
 def scene_of(spec: Spec, device: str, **options: Any) -> Trajectory:
@@ -60,7 +89,11 @@ def test_public_ops_pass_the_gate(driver: Any, device: str, renders: None, name:
     assert errors.state_by_launch
 
 
-@pytest.mark.parametrize("spec", [EXACT, EXACT.native], ids=["step", "native"])
+@pytest.mark.parametrize(
+    "spec",
+    [EXACT, EXACT.native, GDN_EXACT, GDN_EXACT.native],
+    ids=["step", "native", "gdn-step", "gdn-native"],
+)
 def test_fp32_is_exact_and_tf32_would_fail(driver: Any, device: str, renders: None, spec: Spec) -> None:
     scene = scene_of(spec, device)
     errors = driver.run(scene)
@@ -82,6 +115,7 @@ def tf32(value: torch.Tensor) -> torch.Tensor:
 
 
 SMALL = Spec("mamba2", "step", 48, 64, 4, 8, state_dtype="bf16")
+SMALL_GDN = Spec("gdn", "step", 48, 64, 2, 8, state_dtype="bf16", has_d=False, qk_l2norm=True)
 ODD = Spec("mamba2", "step", 80, 96, 12, 8, activation_dtype="fp16", state_dtype="fp16", ring_dtype="fp16")
 
 
@@ -129,6 +163,18 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
         ODD,
         both(Tile(16, 128, 64, heads_per_program=4, num_warps=2, num_stages=2), readout="dot"),
     ),
+    "gdn-rebuild": (SMALL_GDN, both(Tile(16, 64, 32), route="rebuild")),
+    "gdn-dot": (
+        SMALL_GDN,
+        both(Tile(16, 64, 32, heads_per_program=2, num_warps=2, num_stages=2), readout="dot"),
+    ),
+    "gdn-tiles": (SMALL_GDN, both(Tile(16, 64, 32, heads_per_program=2), loop="tiles")),
+    "gdn-two-launches": (
+        SMALL_GDN,
+        plan((Structure("nonflush"), Tile(16, 32)), (Structure("flush", readout="dot"), Tile(16, 64, 32))),
+    ),
+    "gdn-native": (SMALL_GDN.native, plan((Structure("native"), Tile(16, 32)))),
+    "gdn-odd": (GDN_ODD, both(Tile(16, 128, 64))),
 }
 
 
@@ -139,7 +185,8 @@ def test_the_gated_plans_are_legal_and_cover_every_choice() -> None:
             assert not broken_constraint(spec, variant), variant.key
             for name, values in seen.items():
                 values.add(getattr(variant.structure, name))
-    assert seen == {name: set(values) for name, values in STRUCTURE_VALUES.items()}
+    # A fold into another slot is no step.
+    assert seen == {name: {*values} - {"materialize"} for name, values in STRUCTURE_VALUES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +209,16 @@ def test_structures_pass_the_gate(name: str, gates: dict[Spec, Gate], module_sou
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("spec", [P64, P64_BF16, P64_BF16.native], ids=["fp32", "bf16", "native"])
-def test_launches_from_the_same_memory_agree(device: str, spec: Spec) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [P64, P64_BF16, P64_BF16.native, GDN, GDN_BF16, GDN.native],
+    ids=["fp32", "bf16", "native", "gdn-fp32", "gdn-bf16", "gdn-native"],
+)
+def test_launches_from_the_same_memory_agree(device: str, renders: None, spec: Spec) -> None:
     """At a batch that fills the GPU, with rows of both branches in one launch."""
     rows, launches = (512, 20) if device == "cuda" else (4, 3)
     given = random_call(spec, rows, 16, device)
-    written = [name for name in CACHES if name in given]
+    written = [name for name, field in caches_of(given).items() if field not in CURSORS]
     saved = copied(given)
     first: list[torch.Tensor] = []
     for _ in range(launches):
@@ -183,49 +234,45 @@ def test_launches_from_the_same_memory_agree(device: str, spec: Spec) -> None:
     assert int(stored.sum()) == (rows if spec.op == "native_step" else rows // 2)
 
 
-def test_error_does_not_grow_over_a_long_run(device: str, renders: None) -> None:
+LONG = Spec("mamba2", "step", 16, 32, 2, 8)
+# A 16-bit ring would add errors of its own: what GDN writes depends on what it recalls.
+LONG_GDN = Spec("gdn", "step", 16, 32, 2, 8, ring_dtype="fp32", has_d=False, qk_l2norm=True)
+
+
+@pytest.mark.parametrize("spec", [LONG, LONG_GDN], ids=["mamba2", "gdn"])
+def test_error_does_not_grow_over_a_long_run(device: str, renders: None, spec: Spec) -> None:
     """2,000 tokens with random accepts: the stored states late in the run are as good as early ones."""
-    spec = Spec("mamba2", "step", 16, 32, 2, 8)
-    tokens, rows, heads, groups = (2000 if device == "cuda" else 400), 3, 4, 2
+    tokens, rows, heads = (2000 if device == "cuda" else 400), 3, 4
     g = torch.Generator().manual_seed(5)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g)
-
-    x = normal(tokens, rows, heads, spec.head_dim).bfloat16().to(device)
-    dt = (normal(tokens, rows, heads) - 4.0).bfloat16().to(device)
-    B = normal(tokens, rows, groups, spec.state_size).bfloat16().to(device)
-    C = normal(tokens, rows, groups, spec.state_size).bfloat16().to(device)
-    accepted_on_host = (torch.rand(tokens, rows, generator=g) < 0.8).int()
-    accepted = accepted_on_host.to(device)
-    A = (-1.0 - 15.0 * torch.rand(heads, generator=g)).to(device)
-    D, dt_bias = normal(heads).to(device), normal(heads).mul(0.1).to(device)
-    cache = ops.make_cache(spec, 5, heads, groups, device)
-    cache.state.copy_(normal(*cache.state.shape).to(device))
-    slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    given = random_call(spec, rows, heads, device, slots=5)
+    slots, state, ring_len = given["slot_index"].long(), given["state"], given["ring_len"]
+    ring_len.zero_()
     sequences = torch.arange(rows, device=device)
-    oracle = Oracle(cache.state[slots.long()], A, D=D, dt_bias=dt_bias)
-    out, errors = torch.empty_like(x[0]), []
+    per_token = ("q", "k", "v", "a", "b") if spec.family == "gdn" else ("x", "dt", "B", "C")
+    names = {"x": "v", "dt": "a", "B": "k", "C": "q", "beta": "b"} if spec.family == "gdn" else {}
+    rule = recurrence(
+        spec, given["A_log" if spec.family == "gdn" else "A"], D=given.get("D"), dt_bias=given["dt_bias"]
+    )
+    oracle = Oracle(state[slots], rule)
+    errors = []
     length = torch.zeros(rows, dtype=torch.int32)
-    for token in range(tokens):
+    for _ in range(tokens):
+        for name in per_token:
+            given[name].copy_(torch.randn(given[name].shape, generator=g))
+        accepted = (torch.rand(rows, generator=g) < 0.8).int()
         flushes = length + 1 > spec.window
-        ops.mamba2_step(
-            x[token], dt[token], A, B[token], C[token], D=D, dt_bias=dt_bias, slot_index=slots,
-            window=spec.window, out=out, state=cache.state, ring_x=cache.ring_x, ring_b=cache.ring_b,
-            ring_decay=cache.ring_decay, ring_start=cache.ring_start, ring_len=cache.ring_len,
-        )  # fmt: skip
+        call(given)
         if bool(flushes.any()):
             # What a flush stores is the committed state before this token.
             row = flushes.nonzero()[:, 0].to(device)
-            errors.append(relative_rms(cache.state[slots.long()[row]], oracle.state[row]))
-        oracle.step(sequences, x[token], dt[token], B[token], C[token])
-        oracle.commit(accepted[token])
-        ops.commit(
-            accepted[token].clone(), ring_start=cache.ring_start, ring_len=cache.ring_len, slot_index=slots,
-            window=spec.window, capacity=cache.capacity,
-        )  # fmt: skip
-        length = torch.where(flushes, 0, length) + accepted_on_host[token]
-    assert torch.equal(cache.ring_len[slots.long()].cpu(), length)
+            errors.append(relative_rms(state[slots[row]], oracle.state[row]))
+        names_of_token = ("x", "dt", "B", "C", "beta")
+        token: dict[str, Any] = {name: given.get(names.get(name, name)) for name in names_of_token}
+        oracle.step(sequences, **token)
+        oracle.commit(accepted.to(device))
+        commit(given, accepted.to(device))
+        length = torch.where(flushes, 0, length) + accepted
+    assert torch.equal(ring_len[slots].cpu(), length)
     assert len(errors) > tokens // 10
     assert max(errors) < 1e-5
     early, late = errors[: len(errors) // 4], errors[-len(errors) // 4 :]

@@ -27,28 +27,54 @@ OTHER_SPECS: dict[str, dict[str, Any]] = {
     "has_z": {"has_z": True},
     "has_dt_bias": {"has_dt_bias": False},
     "dt_softplus": {"dt_softplus": False},
+    "family": {"family": "gdn", "has_d": False},
 }
-ONE_VALUE = {"family", "num_tokens"}
+OTHER_GDN_SPECS: dict[str, dict[str, Any]] = {"qk_l2norm": {"qk_l2norm": True}}
+ONE_VALUE = {"num_tokens"}
 """Fields that this version gives one value."""
 
 
 def test_every_spec_field_is_in_the_collision_test():
-    assert {f.name for f in dataclasses.fields(Spec)} == set(OTHER_SPECS) | ONE_VALUE
+    assert {f.name for f in dataclasses.fields(Spec)} == {*OTHER_SPECS, *OTHER_GDN_SPECS} | ONE_VALUE
 
 
-@pytest.mark.parametrize("field", OTHER_SPECS)
+@pytest.mark.parametrize("field", [*OTHER_SPECS, *OTHER_GDN_SPECS])
 def test_a_changed_spec_field_changes_key_and_hash(field):
-    other = dataclasses.replace(SPEC, **OTHER_SPECS[field])
-    assert other.key != SPEC.key
-    assert other != SPEC
-    assert len({SPEC, other}) == 2
+    spec = SPEC if field in OTHER_SPECS else dataclasses.replace(SPEC, family="gdn", has_d=False)
+    other = dataclasses.replace(spec, **(OTHER_SPECS | OTHER_GDN_SPECS)[field])
+    assert other.key != spec.key
+    assert other != spec
+    assert len({spec, other}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"family": "gdn"}, "neither a skip"),
+        ({"family": "gdn", "has_d": False, "has_z": True}, "neither a skip"),
+        ({"family": "gdn", "has_d": False, "dt_softplus": False}, "always passes through softplus"),
+        ({"qk_l2norm": True}, "belongs to GDN"),
+        ({"op": "materialize"}, "neither tokens nor optional inputs"),
+    ],
+)
+def test_options_of_another_family_or_op_are_refused(fields, message):
+    with pytest.raises(SpecError, match=message):
+        dataclasses.replace(SPEC, **fields)
+
+
+def test_what_materialises_depends_on_the_ring_alone():
+    other = dataclasses.replace(SPEC, has_d=False, has_z=True, has_dt_bias=False, dt_softplus=False)
+    assert other.materialize == SPEC.materialize == SPEC.materialize.materialize
+    wide = dataclasses.replace(SPEC, ring_dtype="fp32")
+    assert wide.materialize == dataclasses.replace(wide, activation_dtype="fp32").materialize
+    assert wide.materialize != SPEC.materialize
 
 
 @pytest.mark.parametrize("field", sorted(ONE_VALUE))
 def test_fields_of_one_value_are_in_the_key_already(field):
     # Forced past the checks: once a second value is allowed, keys must differ.
     other = dataclasses.replace(SPEC)
-    object.__setattr__(other, field, "gdn" if field == "family" else 4)
+    object.__setattr__(other, field, 4)
     assert other.key != SPEC.key
 
 

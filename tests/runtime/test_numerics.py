@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -33,16 +34,16 @@ def test_random_trajectories_pass_the_gate(
     assert len(errors.state_by_launch) >= 5
 
 
-@pytest.mark.parametrize("has_d", [True, False])
-@pytest.mark.parametrize("has_dt_bias", [True, False])
-@pytest.mark.parametrize("dt_softplus", [True, False])
+OPTIONAL = {"mamba2": ("has_d", "has_dt_bias", "dt_softplus"), "gdn": ("has_dt_bias", "qk_l2norm")}
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_optional_inputs(
-    driver: Any, op: str, has_d: bool, has_dt_bias: bool, dt_softplus: bool, index_dtype: torch.dtype
-) -> None:
-    spec = driver.make_spec(op, has_d=has_d, has_dt_bias=has_dt_bias, dt_softplus=dt_softplus)
-    scene = Trajectory(spec, heads=2, steps=10, index_dtype=index_dtype)
-    assert driver.passes_gate(driver.run(scene))
+def test_optional_inputs(driver: Any, family: str, op: str, index_dtype: torch.dtype) -> None:
+    names = OPTIONAL[family]
+    for values in itertools.product((True, False), repeat=len(names)):
+        spec = driver.make_spec(op, **dict(zip(names, values, strict=True)))
+        scene = Trajectory(spec, heads=2, steps=10, index_dtype=index_dtype)
+        assert driver.passes_gate(driver.run(scene)), spec.key
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,9 @@ def test_fp32_bound_catches_tf32(driver: Any, op: str) -> None:
     assert relative_rms(rounded, errors.expected) > 1e-5
 
 
-def test_large_state_with_small_updates_keeps_fp32(driver: Any, op: str) -> None:
+def test_large_state_with_small_updates_keeps_fp32(driver: Any, family: str, op: str) -> None:
+    # GDN's u is as large as what the state recalls: only an fp32 ring keeps it as exact as the state.
+    ring = "fp32" if family == "gdn" else "bf16"
     options: dict[str, Any] = {
         "heads": 4,
         "steps": 30,
@@ -83,15 +86,17 @@ def test_large_state_with_small_updates_keeps_fp32(driver: Any, op: str) -> None
         "rates": (0.01, 0.1),
         "attend": 1.0,
     }
-    fp32 = driver.make_spec(op, activation_dtype="bf16", ring_dtype="bf16", has_d=False)
-    bf16 = driver.make_spec(op, activation_dtype="bf16", ring_dtype="bf16", has_d=False, state_dtype="bf16")
+    fp32 = driver.make_spec(op, activation_dtype="bf16", ring_dtype=ring, has_d=False)
+    bf16 = driver.make_spec(op, activation_dtype="bf16", ring_dtype=ring, has_d=False, state_dtype="bf16")
     wide, narrow = driver.run(Trajectory(fp32, **options)), driver.run(Trajectory(bf16, **options))
     assert wide.y < narrow.y
     assert wide.state < narrow.state / 100
 
 
-def test_error_does_not_grow_with_flushes(driver: Any) -> None:
-    spec = driver.make_spec(head_dim=2, state_size=4, activation_dtype="bf16", ring_dtype="bf16")
+def test_error_does_not_grow_with_flushes(driver: Any, family: str) -> None:
+    # What GDN writes depends on what it recalls: a 16-bit ring adds errors of its own.
+    ring = "fp32" if family == "gdn" else "bf16"
+    spec = driver.make_spec(head_dim=2, state_size=4, activation_dtype="bf16", ring_dtype=ring)
     scene = Trajectory(spec, heads=2, sequences=2, slots=3, padded_rows=0, steps=4000, accept=1.0, attend=1.0)
     errors = driver.run(scene).state_by_launch
     assert len(errors) >= 900
@@ -105,10 +110,12 @@ def test_extreme_decays_in_random_order(driver: Any, op: str) -> None:
     assert driver.passes_gate(errors), errors
 
 
+SOFTPLUS_ENDS = [-100.0, 0.0, 19.9, 20.0, 20.1, 88.0, 100.0, 1e4]
+
+
 @pytest.mark.parametrize("bias", [None, 1.5])
 def test_step_sizes_at_the_ends_of_softplus(op: str, bias: float | None) -> None:
-    values = [-100.0, 0.0, 19.9, 20.0, 20.1, 88.0, 100.0, 1e4]
-    heads = len(values)
+    values, heads = SOFTPLUS_ENDS, len(SOFTPLUS_ENDS)
     dt = torch.tensor([values]) - (bias or 0.0)
     dt_bias = None if bias is None else torch.full((heads,), bias)
     x, B, C = torch.ones(1, heads, 1), torch.ones(1, 1, 1), torch.ones(1, 1, 1)
@@ -131,9 +138,39 @@ def test_step_sizes_at_the_ends_of_softplus(op: str, bias: float | None) -> None
     )
 
 
-def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, op: str) -> None:
-    spec = driver.make_spec(op, activation_dtype="fp16", ring_dtype="fp16")
-    errors = driver.run(Trajectory(spec, heads=2, steps=12, state_scale=1e5))
+@pytest.mark.parametrize("bias", [None, 1.5])
+@pytest.mark.parametrize("A_log", [0.0, 2.5])
+def test_gates_at_the_ends_of_softplus(op: str, A_log: float, bias: float | None) -> None:
+    """What is left of a state of ones after one token that writes nothing, and the gate in the ring."""
+    heads = len(SOFTPLUS_ENDS)
+    a = torch.tensor([SOFTPLUS_ENDS]) - (bias or 0.0)
+    given: dict[str, Any] = {
+        "q": torch.ones(1, 1, 1), "k": torch.zeros(1, 1, 1), "v": torch.zeros(1, heads, 1), "a": a,
+        "b": torch.zeros(1, heads), "A_log": torch.full((heads,), A_log), "state": torch.ones(1, heads, 1, 1),
+        "dt_bias": None if bias is None else torch.full((heads,), bias), "qk_l2norm": False,
+        "slot_index": torch.zeros(1, dtype=torch.int32),
+    }  # fmt: skip
+    biased = (a + (bias or 0.0))[0].double()
+    exact = torch.stack([v.clamp(min=0) + torch.log1p(torch.exp(-v.abs())) for v in biased])
+    g = -math.exp(A_log) * exact
+    if op == "native_step":
+        y = ops.gdn_native_step(**given)
+    else:
+        ring_g = torch.zeros(1, heads, 2)
+        y = ops.gdn_step(
+            **given, window=1, ring_u=torch.zeros(1, heads, 2, 1), ring_k=torch.zeros(1, 1, 2, 1),
+            ring_g=ring_g, ring_start=torch.zeros(1, dtype=torch.int32),
+            ring_len=torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+        torch.testing.assert_close(ring_g[0, :, 0].double(), g, rtol=2e-6, atol=1e-43)  # denormal
+    torch.testing.assert_close(y[0, :, 0].double(), g.exp(), rtol=2e-4, atol=1e-37)
+
+
+def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, family: str, op: str) -> None:
+    # GDN's u is as large as what the state recalls: an fp16 ring would overflow with it.
+    ring, scale = ("fp32", 5e5) if family == "gdn" else ("fp16", 1e5)
+    spec = driver.make_spec(op, activation_dtype="fp16", ring_dtype=ring)
+    errors = driver.run(Trajectory(spec, heads=2, steps=12, state_scale=scale))
     over = errors.expected.abs() > 65520
     assert over.any()
     assert torch.equal(errors.outputs[over], errors.expected[over].sign() * math.inf)
@@ -186,8 +223,9 @@ def test_no_rows(driver: Any, op: str) -> None:
     scene = Trajectory(driver.make_spec(op), heads=2, sequences=1, padded_rows=0, steps=1)
     pool = scene.pool()
     (step,) = scene
+    gdn = () if step.beta is None else ("beta",)
     empty = type(step)(
-        **{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index")}}
+        **{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index", *gdn)}}
     )
     before = pool.storage.clone()
     assert driver.launch(scene, pool, empty).shape == (0, 2, 8)

@@ -11,15 +11,36 @@ import pytest
 import torch
 
 from replayssm_tune.runtime import reference
-from replayssm_tune.runtime.oracle import Ideal, Oracle, softplus
+from replayssm_tune.runtime.oracle import (
+    Entry,
+    GatedDeltaNet,
+    Ideal,
+    Mamba2,
+    Oracle,
+    Recurrence,
+    recurrence,
+    softplus,
+)
+from replayssm_tune.runtime.spec import Spec
 
-VECTORS = Path(__file__).parents[1] / "data" / "mamba2.npz"
+DATA = Path(__file__).parents[1] / "data"
+INPUTS = {"mamba2": ("x", "dt", "B", "C"), "gdn": ("v", "a", "k", "q", None, "b")}
+"""What a step takes, by the names of the golden trajectories."""
+
+
+def vectors(family: str) -> dict[str, torch.Tensor]:
+    with np.load(DATA / f"{family}.npz") as data:
+        return {name: torch.from_numpy(data[name]) for name in data}
 
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, torch.Tensor]:
-    with np.load(VECTORS) as data:
-        return {name: torch.from_numpy(data[name]) for name in data}
+    return vectors("mamba2")
+
+
+@pytest.fixture(params=sorted(INPUTS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def accepted_tokens(golden: dict[str, torch.Tensor]) -> Any:
@@ -29,24 +50,78 @@ def accepted_tokens(golden: dict[str, torch.Tensor]) -> Any:
             yield step, token, (accepted > token).nonzero()[:, 0]
 
 
-def test_oracle_agrees_with_golden_trajectory(golden: dict[str, torch.Tensor]) -> None:
-    oracle = Oracle(golden["state0"], golden["A"], D=golden["D"], dt_bias=golden["dt_bias"])
-    for step, token, rows in accepted_tokens(golden):
-        x, dt, B, C = (golden[name][step, rows, token] for name in ("x", "dt", "B", "C"))
-        y = oracle.step(rows, x, dt, B, C)
+def golden_recurrence(g: dict[str, torch.Tensor], family: str) -> Recurrence:
+    if family == "gdn":
+        return GatedDeltaNet(g["A_log"], dt_bias=g["dt_bias"])
+    return Mamba2(g["A"], D=g["D"], dt_bias=g["dt_bias"])
+
+
+def inputs(g: dict[str, torch.Tensor], family: str, step: int, rows: torch.Tensor, token: int = 0) -> Any:
+    return [None if name is None else g[name][step, rows, token] for name in INPUTS[family]]
+
+
+def spec_of(family: str, **changes: Any) -> Spec:
+    fields: dict[str, Any] = {"head_dim": 16, "state_size": 32, "heads_per_group": 2, "window": 4}
+    fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
+    if family == "gdn":
+        fields |= {"has_d": False, "qk_l2norm": True}
+    return Spec(family, "step", **(fields | changes))
+
+
+def test_oracle_agrees_with_golden_trajectory(family: str) -> None:
+    g = vectors(family)
+    oracle = Oracle(g["state0"], golden_recurrence(g, family))
+    for step, token, rows in accepted_tokens(g):
+        y = oracle.step(rows, *inputs(g, family, step, rows, token))
         oracle.commit(torch.ones_like(rows))
-        torch.testing.assert_close(y, golden["y"][step, rows, token], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(oracle.state, golden["state_final"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(y, g["y"][step, rows, token], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(oracle.state, g["state_final"], rtol=1e-12, atol=1e-12)
 
 
-def test_rejected_tokens_leave_the_state(golden: dict[str, torch.Tensor]) -> None:
-    oracle = Oracle(golden["state0"], golden["A"])
+def test_rejected_tokens_leave_the_state(family: str) -> None:
+    g = vectors(family)
+    oracle = Oracle(g["state0"], golden_recurrence(g, family))
     rows = torch.tensor([1, 0])
-    x, dt, B, C = (golden[name][0, rows, 0] for name in ("x", "dt", "B", "C"))
-    oracle.step(rows, x, dt, B, C)
+    oracle.step(rows, *inputs(g, family, 0, rows))
     oracle.commit(torch.tensor([0, 1]))
-    assert torch.equal(oracle.state[1], golden["state0"][1])
-    assert not torch.equal(oracle.state[0], golden["state0"][0])
+    assert torch.equal(oracle.state[1], g["state0"][1])
+    assert not torch.equal(oracle.state[0], g["state0"][0])
+
+
+def test_specs_have_the_recurrence_of_their_family() -> None:
+    g = vectors("gdn")
+    everyone = torch.arange(2)
+    token = inputs(g, "gdn", 0, everyone)
+    for normalises in (True, False):
+        spec = spec_of("gdn", qk_l2norm=normalises)
+        oracle = Oracle(g["state0"], recurrence(spec, g["A_log"], dt_bias=g["dt_bias"]))
+        oracle.step(everyone, *token)
+        assert oracle.entry is not None
+        norms = oracle.entry.b.norm(dim=-1)
+        assert bool(((norms - 1).abs() < 1e-3).all()) == normalises
+    assert isinstance(recurrence(spec_of("mamba2"), g["A_log"]), Mamba2)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-3, 1.0])
+def test_the_epsilon_of_a_norm_is_inside_the_root(norm: float) -> None:
+    key = torch.zeros(1, 1, 4, dtype=torch.float64)
+    key[..., 0] = norm
+    model = Oracle(torch.zeros(1, 1, 1, 4), GatedDeltaNet(torch.zeros(1)))
+    one = torch.ones(1, 1, dtype=torch.float64)
+    model.step(torch.tensor([0]), one[..., None], one, key, key, None, one)
+    assert model.entry is not None
+    assert float(model.entry.b[0, 0, 0]) == pytest.approx(norm / math.sqrt(norm**2 + 1e-6), abs=1e-15)
+
+
+def test_a_key_met_again_recalls_its_value() -> None:
+    """Where beta is 1 and nothing decays, writing a value for a key replaces the one before."""
+    model = Oracle(torch.zeros(1, 1, 3, 4), GatedDeltaNet(torch.tensor([-50.0]), qk_l2norm=False))
+    key = torch.tensor([[[0.0, 1.0, 0.0, 0.0]]])
+    for value in (1.0, 5.0):
+        v, gate = torch.full((1, 1, 3), value), torch.full((1, 1), 50.0)
+        y = model.step(torch.tensor([0]), v, torch.zeros(1, 1), key, key, None, gate)
+        model.commit(torch.ones(1))
+        torch.testing.assert_close(y, v.double() * 0.5, rtol=1e-12, atol=0)  # the query is scaled
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -84,7 +159,7 @@ def test_reference_agrees_with_golden_trajectory(
             rings = (ring_x, ring_b, ring_decay, start, length)
             reference.mamba2_step(*inputs, *rings, slot_index, out, window, True, -1)
             kept = torch.ones(2, dtype=torch.int32)
-            reference.commit(kept, start, length, slot_index, window, 1, capacity, -1)
+            reference.commit(kept, start, length, slot_index, None, window, 1, capacity, -1)
         close(out[rows], golden["y"][step, rows, token])
 
     if op == "step":  # Fold what is left: a step whose token decays nothing, with a full ring.
@@ -110,16 +185,45 @@ def test_softplus_is_accurate_and_finite(value: float, dtype: torch.dtype, bound
     assert math.isclose(float(softplus(tensor)), exact, rel_tol=bound, abs_tol=1e-44)
 
 
-def test_ideal_without_rounding_is_the_oracle(golden: dict[str, torch.Tensor], driver: Any) -> None:
-    spec = driver.make_spec(head_dim=16, state_size=32)
-    kept: dict[str, Any] = {"D": golden["D"], "dt_bias": golden["dt_bias"]}
-    oracle = Oracle(golden["state0"], golden["A"], **kept)
-    ideal = Ideal(golden["state0"], golden["A"], spec=spec, **kept)
-    for step, token, rows in accepted_tokens(golden):
-        inputs = [golden[name][step, rows, token] for name in ("x", "dt", "B", "C")]
-        exact, rounded = oracle.step(rows, *inputs), ideal.step(rows, *inputs)
+def test_ideal_without_rounding_is_the_oracle(family: str) -> None:
+    g, spec = vectors(family), spec_of(family)
+    rule = golden_recurrence(g, family)
+    oracle, ideal = Oracle(g["state0"], rule), Ideal(g["state0"], rule, spec=spec)
+    for step, token, rows in accepted_tokens(g):
+        given = inputs(g, family, step, rows, token)
+        exact, rounded = oracle.step(rows, *given), ideal.step(rows, *given)
         oracle.commit(torch.ones_like(rows))
         ideal.commit(torch.ones_like(rows))
         torch.testing.assert_close(rounded, exact, rtol=1e-5, atol=1e-5)
         assert torch.equal(rounded, rounded.float().double())
     assert int(ideal.ring_len.max()) <= spec.window
+
+
+def test_an_ideal_keeps_what_its_ring_holds(family: str) -> None:
+    """Between flushes the state is the old one and the rounded entries of accepted tokens."""
+    g = vectors(family)
+    rule = golden_recurrence(g, family)
+    spec = spec_of(family, activation_dtype="bf16", ring_dtype="bf16", state_dtype="bf16")
+    ideal = Ideal(g["state0"], rule, spec=spec)
+    expected = g["state0"].clone()
+    everyone = torch.arange(2)
+    for step in range(8):
+        ideal.step(everyone, *inputs(g, family, step, everyone))
+        if step == spec.window:
+            expected = expected.bfloat16().double()
+        assert ideal.entry is not None
+        for value, dtype in zip(ideal.entry, (torch.bfloat16, torch.bfloat16, torch.float32), strict=True):
+            assert torch.equal(value, value.to(dtype).double())
+        ideal.commit(torch.tensor([1, 1]))
+        expected = rule.advance(expected, Entry(*ideal.entry))
+        assert torch.equal(ideal.state, expected)
+
+
+def test_a_native_ideal_rounds_every_state(family: str) -> None:
+    g = vectors(family)
+    spec = spec_of(family, activation_dtype="bf16", ring_dtype="bf16", state_dtype="bf16").native
+    ideal = Ideal(g["state0"], golden_recurrence(g, family), spec=spec)
+    everyone = torch.arange(2)
+    ideal.step(everyone, *inputs(g, family, 0, everyone))
+    ideal.commit(torch.tensor([1, 1]))
+    assert torch.equal(ideal.state, ideal.state.bfloat16().double())

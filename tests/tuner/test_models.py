@@ -1,5 +1,6 @@
 """Known models, config files of serving engines, and the split of a layer over GPUs."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayssm_tune.runtime.errors import SpecError
+from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner import models
 from replayssm_tune.tuner.errors import UsageError
 from replayssm_tune.tuner.models import Model
@@ -16,6 +18,13 @@ def test_known_models_can_be_served():
     assert {*models.DEFAULT_MODELS} <= {model.name for model in models.known()}
     for model in models.known():
         assert models.specs(model, (1,), ("fp32", "bf16"), window=16), model.name
+
+
+def test_known_models_of_both_families():
+    assert {model.family for model in models.known()} == {"mamba2", "gdn"}
+    model = models.find("qwen3.5-122b-a10b")
+    assert (model.family, model.heads, model.groups, model.head_dim) == ("gdn", 64, 16, 128)
+    assert all(models.find(name).family == "mamba2" for name in models.DEFAULT_MODELS)
 
 
 def test_find_ignores_case_and_suggests():
@@ -56,6 +65,20 @@ CONFIGS: dict[str, tuple[dict[str, object], Model]] = {
         },
         Model("", 24, 128, 256, 1),
     ),
+    "qwen3_next": (
+        {
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 64, "head_dim": 256, "num_attention_heads": 16,
+        },
+        Model("", 32, 64, 128, 16, family="gdn"),
+    ),
+    "qwen3_5_moe_text": (
+        {
+            "linear_num_key_heads": 16, "linear_num_value_heads": 64, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "mamba_ssm_dtype": "bfloat16",
+        },
+        Model("", 64, 128, 128, 16, "bf16", family="gdn"),
+    ),
     "zamba2": (
         {
             "n_mamba_heads": 112, "mamba_d_state": 64, "mamba_ngroups": 2, "mamba_expand": 2,
@@ -74,17 +97,23 @@ def test_config_files(tmp_path, family):
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": family, **config}))
     found = models.from_hf_config(path)
-    assert (found.heads, found.head_dim, found.state_size, found.groups, found.state_dtype) == (
-        expected.heads, expected.head_dim, expected.state_size, expected.groups, expected.state_dtype,
-    )  # fmt: skip
-    assert found.name == "some-model"
+    assert found == dataclasses.replace(expected, name="some-model", verified=False)
+
+
+def test_a_text_config_goes_before_what_is_beside_it(tmp_path):
+    inner, expected = CONFIGS["qwen3_next"]
+    path = tmp_path / "config.json"
+    for text_config in ({"model_type": "qwen3_5_text", **inner}, inner):
+        outer = {"model_type": "qwen3_5", "linear_num_value_heads": 1, "text_config": text_config}
+        path.write_text(json.dumps(outer))
+        assert models.from_hf_config(path).heads == expected.heads
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_missing_key_is_named(tmp_path, family):
     config, _ = CONFIGS[family]
     path = tmp_path / "config.json"
-    key = next(key for key in config if "state_size" in key or "d_state" in key)
+    key = next(key for key in config if "state_size" in key or "d_state" in key or "key_head_dim" in key)
     path.write_text(json.dumps({"model_type": family, **{k: v for k, v in config.items() if k != key}}))
     with pytest.raises(UsageError, match=f"no key '{key}'") as error:
         models.from_hf_config(path)
@@ -143,6 +172,26 @@ def test_refused_splits_name_the_numbers(heads, groups, gpus, numbers):
     with pytest.raises(SpecError, match=numbers) as error:
         models.split(Model("m", heads, 64, 128, groups), gpus)
     assert error.value.hint
+
+
+def test_key_heads_are_split_with_the_value_heads():
+    layer = models.find("qwen3.5-27b")
+    share = models.split(layer, 8)
+    assert (share.heads, share.groups, share.heads_per_group, share.note) == (6, 2, 3, "")
+    with pytest.raises(SpecError, match="48 value heads are not divisible by 32 GPUs"):
+        models.split(layer, 32)
+    few = Model("m", 8, 128, 128, 2, family="gdn")
+    assert models.split(few, 4).note.endswith("2 key head(s) are replicated 2x, one on every GPU")
+
+
+def test_specs_are_of_the_models_family():
+    (spec, heads), = models.specs(models.find("qwen3.5-4b"), (2,), (), window=16)  # fmt: skip
+    assert heads == 16
+    assert spec == Spec(
+        "gdn", "step", 128, 128, 2, 16, has_d=False, has_z=False, has_dt_bias=True, qk_l2norm=True
+    )
+    (mamba, _), = models.specs(models.find("nemotron-3-nano-4b"), (1,), (), window=16)  # fmt: skip
+    assert mamba == Spec("mamba2", "step", 80, 128, 12, 16)
 
 
 def test_few_groups_are_replicated_and_said_so():

@@ -145,6 +145,25 @@ def test_layer_bytes_count_state_and_ring():
     assert request.layer_bytes(spec, 16) == state + ring
 
 
+def test_layer_bytes_of_gdn_share_keys():
+    spec = Spec("gdn", "step", 128, 64, 2, 16, has_d=False)
+    ring = 8 * 17 * (128 * 2 + 4) + 4 * 17 * 64 * 2
+    assert request.layer_bytes(spec, 8) == 8 * 128 * 64 * 4 + ring
+
+
+def test_work_of_both_families():
+    names = ("nemotron-3-nano-4b", "qwen3.5-4b", "qwen3-next-80b-a3b")
+    work, notes = resolve_work([models.find(name) for name in names], H200)
+    assert not notes
+    assert {item.spec.family for item in work} == {"mamba2", "gdn"}
+    # Both GDN models have the same layer: one spec serves them, whatever the split.
+    (gdn,) = (item for item in work if item.spec.family == "gdn" and item.spec.state_dtype == "fp32")
+    assert gdn.layers == tuple(f"{name} tp{n}" for name in names[1:] for n in (1, 2, 4, 8))
+    assert gdn.effective_batches[0] <= 16
+    assert all(batch % 2 == 0 for batch in gdn.effective_batches)
+    assert gdn.spec.native.family == "gdn"
+
+
 @pytest.mark.parametrize(
     ("text", "budget"),
     [

@@ -27,6 +27,7 @@ from replayssm_tune.tuner.request import Budget, Job, Target, Work
 
 H200 = targets.find("H200")
 SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,19 @@ def test_a_second_launch_costs():
     assert static.estimate_us(H200, two, 16) > static.estimate_us(H200, one, 16) + 1
 
 
+def test_a_loop_over_row_tiles_costs_what_one_over_heads_does():
+    """As many programs with as many rounds; no loop at all is quicker where the GPU has room."""
+    tiles = Variant(Structure("both", loop="tiles"), Tile(64, 128, 128))
+    heads = Variant(Structure("both"), Tile(64, 128, 128, heads_per_program=2))
+    neither = Variant(Structure("both"), Tile(64, 128, 128))
+    for batch in (16, 32768):
+        one, other = (static.estimate_us(H200, compiled(v, GDN), batch) for v in (tiles, heads))
+        assert one == other
+    assert static.estimate_us(H200, compiled(neither, GDN), 16) < static.estimate_us(
+        H200, compiled(tiles, GDN), 16
+    )
+
+
 def test_a_slower_memory_takes_longer():
     slow = targets.find("H100 PCIe")
     assert static.estimate_us(slow, compiled(EARLY), 32768) > 1.3 * static.estimate_us(
@@ -132,17 +146,25 @@ def test_ranking_is_sorted_and_complete():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "state_size", "heads_per_group"), [(64, 128, 16), (80, 128, 12), (128, 256, 24)]
+    "spec",
+    [
+        SPEC,
+        Spec("mamba2", "step", 80, 128, 12, 16),
+        Spec("mamba2", "step", 128, 256, 24, 16),
+        GDN,
+        dataclasses.replace(GDN, heads_per_group=4),
+    ],
+    ids=lambda spec: spec.key,
 )
-def test_promising_points_are_few_and_hold_the_default(head_dim, state_size, heads_per_group):
-    spec = Spec("mamba2", "step", head_dim, state_size, heads_per_group, 16)
+def test_promising_points_are_few_and_hold_the_default(spec):
     both, native = static.promising(spec, "both"), static.promising(spec.native, "native")
     assert both[0] == default_plan(spec).variants[0]
     assert native[0] == default_plan(spec.native).variants[0]
-    assert 40 <= len(both) <= 90
+    assert 40 <= len(both) <= 150
     assert 10 <= len(native) <= 25
     assert {v.structure.load for v in both} == {"early", "late"}
     assert {v.structure.readout for v in both} == {"elementwise", "dot"}
+    assert ("rebuild" in {v.structure.route for v in both}) == (spec.family == "gdn")
 
 
 def test_thinning_keeps_the_first_and_the_range():
@@ -163,15 +185,19 @@ def test_small_cases_keep_the_kind_of_a_spec():
         "mamba2", "step", 20, 24, 2, 4, activation_dtype="fp16", ring_dtype="fp16", has_z=True
     )
     assert small_spec(SPEC.native).window == 0
-    for spec in (small_spec(SPEC), small_spec(odd), small_spec(SPEC.native)):
+    assert small_spec(GDN) == Spec(
+        "gdn", "step", 16, 32, 2, 4, activation_dtype="fp16", ring_dtype="fp16", has_d=False, qk_l2norm=True
+    )
+    for spec in map(small_spec, (SPEC, odd, SPEC.native, GDN, GDN.native)):
         for structure in legal_structures(spec):
             plan = small_plan(spec, structure)
             assert structure in [v.structure for v in plan.variants]
 
 
-def test_a_wrong_structure_is_found_and_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("spec", [SPEC, GDN], ids=lambda spec: spec.family)
+def test_a_wrong_structure_is_found_and_named(tmp_path, monkeypatch, spec):
     early, native = Structure("both", load="early"), Structure("native")
-    good = {(SPEC, early), (SPEC.native, native)}
+    good = {(spec, early), (spec.native, native)}
     with InterpretedGate(good, tmp_path) as gate:
         assert gate.failures() == {}
     (module,) = (path for path in tmp_path.glob("*early*.py"))
@@ -190,8 +216,8 @@ def test_a_wrong_structure_is_found_and_named(tmp_path, monkeypatch):
     )
     with InterpretedGate(good, tmp_path) as gate:
         found = gate.failures()
-    assert set(found) == {(SPEC, early)}
-    assert "error" in found[SPEC, early]
+    assert set(found) == {(spec, early)}
+    assert ("ring u is inexact" if spec.family == "gdn" else "output error") in found[spec, early]
 
 
 def test_the_interpreter_ends_with_its_caller(tmp_path):
@@ -247,8 +273,15 @@ def test_half_an_answer_is_none(tmp_path):
 # ---- a whole static tune ----
 
 
-def test_a_small_static_tune_serves_every_cell(tmp_path):
-    spec = Spec("mamba2", "step", 16, 32, 2, 4)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("mamba2", "step", 16, 32, 2, 4),
+        Spec("gdn", "step", 16, 32, 2, 4, has_d=False, qk_l2norm=True),
+    ],
+    ids=lambda spec: spec.family,
+)
+def test_a_small_static_tune_serves_every_cell(tmp_path, spec):
     job = Job(
         target=Target(H200, False, "static"),
         work=(Work(spec, (4, 64, 4096), ("toy tp1",)),),
@@ -259,6 +292,7 @@ def test_a_small_static_tune_serves_every_cell(tmp_path):
     events: list[Event] = []
     result = static.static_tune(job, tmp_path / "cache", 1, events.append)
     assert result.gate_failures == ()
+    assert any("gdn kernels" in note for note in result.notes) == (spec.family == "gdn")
     assert {(row.spec, row.effective_batch) for row in result.rows} == {
         (s, batch) for s in (spec, spec.native) for batch in (4, 64, 4096)
     }

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayssm_tune.runtime.plan import STRUCTURE_VALUES
+from replayssm_tune.tuner import store as store_module
 from replayssm_tune.tuner.errors import StoreError
 from replayssm_tune.tuner.records import Cell, Measurement, axes, parse_subject, subject_key
 from replayssm_tune.tuner.store import Store
@@ -228,3 +230,9 @@ def test_kill_9_at_random_moments_then_resume(tmp_path: Path) -> None:
     subprocess.run([*command[:3], str(tmp_path / "fresh"), command[4]], capture_output=True, check=True)
     fresh.refresh()
     assert set(fresh.measurements()) == set(Store(path, GPU).measurements())
+
+
+def test_the_dashboard_knows_every_structural_value() -> None:
+    for name, values in STRUCTURE_VALUES.items():
+        if name != "role":
+            assert {*values} <= {*store_module._CHOICES[name]}, name

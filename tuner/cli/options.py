@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from ...codegen.targets import Gpu
-from ...runtime.spec import DTYPE_BYTES
+from ...runtime.spec import DTYPE_BYTES, FAMILIES
 from .. import models, request
 from ..errors import UsageError
 from ..models import Model
@@ -100,11 +100,26 @@ def workload_options(function: Function) -> Function:
             metavar="FILE",
             help="A Hugging Face config.json that gives the shape.",
         ),
-        click.option("--heads", type=int, metavar="N", help="Explicit shape: heads before the split."),
-        click.option("--head-dim", type=int, metavar="N", help="Explicit shape: values per head."),
-        click.option("--state-size", type=int, metavar="N", help="Explicit shape: state columns."),
         click.option(
-            "--groups", type=int, metavar="N", help="Explicit shape: groups of B and C. Default: 1."
+            "--family",
+            type=click.Choice(FAMILIES),
+            help=f"Explicit shape: the recurrence. Default: {FAMILIES[0]}.",
+        ),
+        click.option(
+            "--heads",
+            type=int,
+            metavar="N",
+            help="Explicit shape: heads (gdn: value heads) before the split.",
+        ),
+        click.option("--head-dim", type=int, metavar="N", help="Explicit shape: values per head."),
+        click.option(
+            "--state-size", type=int, metavar="N", help="Explicit shape: state columns (gdn: the key dim)."
+        ),
+        click.option(
+            "--groups",
+            type=int,
+            metavar="N",
+            help="Explicit shape: groups of B and C (gdn: key heads). Default: 1.",
         ),
         click.option(
             "--tp",
@@ -193,6 +208,7 @@ def selected_models(
     head_dim: int | None,
     state_size: int | None,
     groups: int | None,
+    family: str | None = None,
 ) -> tuple[Model, ...]:
     """The layers that the options name; the default models where they name none.
 
@@ -204,12 +220,14 @@ def selected_models(
         chosen.append(models.from_hf_config(hf_config))
     shape = {"--heads": heads, "--head-dim": head_dim, "--state-size": state_size}
     missing = [option for option, value in shape.items() if value is None]
-    if len(missing) == len(shape) and groups is not None:
-        raise UsageError("--groups alone is no shape", where="--groups", hint=f"add {', '.join(missing)}")
+    for option, value in {"--groups": groups, "--family": family}.items():
+        if len(missing) == len(shape) and value is not None:
+            raise UsageError(f"{option} alone is no shape", where=option, hint=f"add {', '.join(missing)}")
     if not missing:
         sizes = (heads or 0, head_dim or 0, state_size or 0)
-        name = "x".join(map(str, sizes))
-        chosen.append(Model(name, *sizes, groups=1 if groups is None else groups))
+        family = family or FAMILIES[0]
+        name = "x".join(map(str, sizes)) if family == FAMILIES[0] else f"{family} {'x'.join(map(str, sizes))}"
+        chosen.append(Model(name, *sizes, groups=1 if groups is None else groups, family=family))
     elif len(missing) < len(shape):
         given = ", ".join(option for option in shape if option not in missing)
         raise UsageError(
@@ -229,6 +247,7 @@ def resolve_workload(
     head_dim: int | None,
     state_size: int | None,
     groups: int | None,
+    family: str | None,
     tp: Sequence[int] | None,
     drafts: Sequence[int],
     state_dtype: Sequence[str] | None,
@@ -237,7 +256,7 @@ def resolve_workload(
 ) -> tuple[tuple[request.Work, ...], tuple[str, ...]]:
     """Cells and notes that the workload options add up to; parameters carry the options' names."""
     return request.resolve_work(
-        selected_models(model_names, hf_config, heads, head_dim, state_size, groups),
+        selected_models(model_names, hf_config, heads, head_dim, state_size, groups, family),
         gpu,
         tensor_parallel=tp or (),
         state_dtypes=state_dtype or (),

@@ -67,12 +67,12 @@ def exit_codes_table() -> str:
 def models_table() -> str:
     """The models that ``--model`` knows."""
     rows = (
-        f"| `{m.name}` | {m.heads} | {m.head_dim} | {m.state_size} | {m.groups} | {m.state_dtype} "
-        f"| {'yes' if m.verified else 'no'} |"
+        f"| `{m.name}` | {m.family} | {m.heads} | {m.head_dim} | {m.state_size} | {m.groups} "
+        f"| {m.state_dtype} | {'yes' if m.verified else 'no'} |"
         for m in models.known()
     )
-    header = "| model | heads | head dim | state size | groups | state | verified |"
-    return "\n".join([header, "|---|---|---|---|---|---|---|", *rows])
+    header = "| model | family | heads | head dim | state size | groups | state | verified |"
+    return "\n".join([header, "|---|---|---|---|---|---|---|---|", *rows])
 
 
 def section(name: str) -> str:

@@ -1,0 +1,89 @@
+"""Calls of every step op, small enough to be made thousands of times: on a CPU, of fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from replayssm_tune.runtime import contracts, ops
+from replayssm_tune.runtime.spec import Spec
+
+HEADS, GROUPS, ROWS, SLOTS, WINDOW = 4, 2, 3, 6, 4
+
+
+STEPS = ("mamba2_step", "gdn_step")
+CONTRACTS = {
+    contract.name: contract
+    for contract in (
+        contracts.MAMBA2_STEP,
+        contracts.MAMBA2_NATIVE_STEP,
+        contracts.GDN_STEP,
+        contracts.GDN_NATIVE_STEP,
+    )
+}
+
+
+def named(op: str, kernel: str) -> str:
+    """What the public function calls a kernel's argument."""
+    contract = CONTRACTS[op]
+    return contract.names[contract.kernel_names.index(kernel)]
+
+
+def spec_of(op: str, **changes: Any) -> Spec:
+    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": HEADS // GROUPS}
+    fields |= {"window": WINDOW, "activation_dtype": "fp32", "ring_dtype": "fp32"} | changes
+    if CONTRACTS[op].family == "gdn":
+        fields |= {"has_d": False, "qk_l2norm": True}
+    return Spec(CONTRACTS[op].family, "step", **fields)
+
+
+def inputs_of(op: str, rows: int, heads: int, groups: int, p: int, n: int, draw: Any) -> dict[str, Any]:
+    """Inputs of a step, all optional ones given; ``draw(*shape)`` draws each."""
+    shapes: dict[str, tuple[int, ...]]
+    if CONTRACTS[op].family == "gdn":
+        shapes = {"q": (rows, groups, n), "k": (rows, groups, n), "v": (rows, heads, p)}
+        shapes |= {"a": (rows, heads), "b": (rows, heads), "A_log": (heads,), "dt_bias": (heads,)}
+        return {name: draw(*shape) for name, shape in shapes.items()}
+    shapes = {"x": (rows, heads, p), "dt": (rows, heads), "A": (heads,), "B": (rows, groups, n)}
+    shapes |= {"C": (rows, groups, n), "D": (heads,), "z": (rows, heads, p), "dt_bias": (heads,)}
+    given = {name: draw(*shape) for name, shape in shapes.items()}
+    return given | {"A": -given["A"].exp()}
+
+
+def arguments(op: str = "mamba2_step", seed: int = 0, rows: int = ROWS, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of a legal call, all optional inputs given."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    cache = ops.make_cache(spec_of(op), SLOTS, HEADS, GROUPS, "cpu")
+    cache.state.copy_(randn(*cache.state.shape))
+    given: dict[str, Any] = inputs_of(op, rows, HEADS, GROUPS, 8, 16, randn) | {
+        "state": cache.state,
+        "slot_index": torch.randperm(SLOTS, generator=g)[:rows].int(),
+    }
+    if op in STEPS:
+        given |= cache.tensors() | {"window": WINDOW}
+        cache.ring_len.copy_(torch.tensor([0, 4, 0, 4, 0, 4]))
+    return given | changes
+
+
+def call(op: str, given: dict[str, Any]) -> torch.Tensor:
+    y: torch.Tensor = getattr(ops, op)(**given)
+    return y
+
+
+def overload(op: str) -> Any:
+    return getattr(getattr(torch.ops, ops.NAMESPACE), op).default
+
+
+def output_like(op: str, given: dict[str, Any]) -> torch.Tensor:
+    return torch.empty_like(given[named(op, "x")])
+
+
+def positional(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments in the order of the operator's schema."""
+    full = {"dt_softplus": True, "qk_l2norm": True, "null_slot": -1, "out": output_like(op, given)} | given
+    return tuple(full[argument.name] for argument in overload(op)._schema.arguments)
