@@ -32,7 +32,7 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Binary
 from .cache import rendered
-from .files import emit_error
+from .files import DISK_ERRORS, emit_error
 from .targets import Gpu, Limits, triton_target
 
 if TYPE_CHECKING:
@@ -195,8 +195,8 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
         modules: Folder for rendered modules.
 
     Raises:
-        ToolchainError: The compiler cannot be run, or the cache cannot be written.
-        EmitError: The module cannot be written.
+        ToolchainError: The compiler cannot be run.
+        EmitError: The module or the compiler's cache cannot be written.
     """
     from triton.backends.compiler import GPUTarget
 
@@ -213,11 +213,15 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
         try:
             kernel = compile_kernel(getattr(module, name), spec, variant, gpu_target, tiled=name == "step")
         except CompileError as error:
-            if isinstance(error.__cause__, OSError):
+            cause = error.__cause__
+            if isinstance(cause, OSError):
+                cache = os.environ.get("TRITON_CACHE_DIR", "~/.triton")
+                if cause.errno in DISK_ERRORS:
+                    raise emit_error(Path(cache), cause) from error
                 raise ToolchainError(
-                    f"the compiler cannot work: {error.__cause__}",
-                    where=f"cache {os.environ.get('TRITON_CACHE_DIR', '~/.triton')}",
-                    hint="make room there and check its rights",
+                    f"the compiler cannot work: {cause}",
+                    where=f"cache {cache}",
+                    hint="see whether it can be written, and whether its tools start",
                 ) from error
             reason = str(error)
             return Compiled(spec, variant, (), "compile", reason, time.monotonic() - start)

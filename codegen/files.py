@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
+from typing import Final
 
 from ..runtime.errors import ReplayError
+
+DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What the system says where a disk is full, read-only or forbidden."""
 
 
 class EmitError(ReplayError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Budget:
         match = _BUDGET.fullmatch(text.strip().lower())
         value = float(match["value"]) if match else 0.0
         unit = (match["unit"] or "m")[0] if match else ""
-        if value <= 0 or (unit == "t" and not value.is_integer()):
+        if not 0 < value < math.inf or (unit == "t" and not value.is_integer()):
             raise UsageError(
                 f"'{text}' is not a budget",
                 where="--budget",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import signal
@@ -20,10 +21,12 @@ from replayssm_tune.codegen.compile import (
     CompilePool,
     KernelBinary,
     check_toolchain,
+    compile_variant,
     select,
 )
+from replayssm_tune.codegen.files import EmitError
 from replayssm_tune.runtime.defaults import default_plan
-from replayssm_tune.runtime.errors import ToolchainError
+from replayssm_tune.runtime.errors import CompileError, ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 
@@ -275,3 +278,15 @@ def test_the_default_stays_whatever_it_spills_and_whoever_equals_it():
     )
     assert kept == [default]
     assert dropped[first] == ("same binary", default.key)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, EmitError), (errno.EROFS, EmitError), (errno.ENOEXEC, ToolchainError)]
+)
+def test_a_full_disk_is_told_from_a_broken_compiler(monkeypatch, tmp_path, number, kind):
+    def fails(*arguments, **options):
+        raise CompileError("no") from OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("replayssm_tune.runtime.build.compile_kernel", fails)
+    with pytest.raises(kind, match=os.strerror(number)):
+        compile_variant(SPEC, DEFAULT, H200, tmp_path)

@@ -190,3 +190,18 @@ def test_the_native_step_passes_the_gate(family, index, tmp_path):
         spec.key, [plan.key], scene["index_dtype"], scene["gap_bytes"], 0, str(tmp_path),
     )  # fmt: skip
     assert found == {plan.key: ""}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loop_over_tiles_ends_where_the_head_does(family, tmp_path):
+    # Blocks of 8 fill a head of 24 rows, but are no power of two of them.
+    spec = spec_of(family, scenes(family)[0] | {"dtype": "fp32", "head_dim": 24})
+    tiled = [s for s in legal_structures(spec) if s.loop == "tiles" and s.readout == "elementwise"]
+    plans = plans_of(spec, tiled)
+    assert {s.role for s in tiled} == {"both", "nonflush", "flush"}
+    found = run_interpreted(
+        "tests.codegen.interpreted_gate:verdicts",
+        spec.key, [plan.key for plan in plans], "int32", 16, 0, str(tmp_path),
+    )  # fmt: skip
+    assert found == {plan.key: "" for plan in plans}

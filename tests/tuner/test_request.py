@@ -179,7 +179,7 @@ def test_budgets(text, budget):
     assert Budget.parse(text) == budget
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "ten", "5 parsecs", "1.5t"])
+@pytest.mark.parametrize("text", ["", "0", "-5", "ten", "5 parsecs", "1.5t", "9" * 400, "9" * 400 + "t"])
 def test_refused_budgets(text):
     with pytest.raises(UsageError, match="not a budget"):
         Budget.parse(text)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-import errno
 from typing import Final
 
 import click
 
-from ...codegen.files import EmitError
+from ...codegen.files import DISK_ERRORS, EmitError
 from ...codegen.targets import GpuError
 from ...runtime.errors import ArgumentError, CompileError, DispatchError, ReplayError, SpecError, TableError
 from ..errors import (
@@ -76,8 +75,6 @@ BY_ERROR: Final[dict[type[ReplayError], ExitCode]] = {
 }
 """A subclass that is not listed ends as its nearest listed base."""
 
-_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-
 
 def exit_code(error: BaseException) -> ExitCode:
     """The code a command ends with when ``error`` reaches the top."""
@@ -88,7 +85,7 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.USAGE
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         return ExitCode.INTERRUPTED
-    if isinstance(error, OSError) and error.errno in _DISK:
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return ExitCode.STORE
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("triton", "torch"):
         return ExitCode.TOOLCHAIN

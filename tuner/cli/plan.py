@@ -17,7 +17,10 @@ from . import options, output, pipeline
 @options.store_option
 @options.result_options
 def plan(as_json: bool, **values: Any) -> None:
-    """Show what a tune would try: cells, variants, what falls out and why, and the time it takes."""
+    """Show what a tune would try: cells, variants, what falls out and why, and the time it takes.
+
+    Points are compiled, since most of what falls out shows only then; nothing is timed.
+    """
     from .. import drawing, progress, report
 
     job = options.build_job(**values)

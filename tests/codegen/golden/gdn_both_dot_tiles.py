@@ -159,7 +159,7 @@ def step(
         for tile in tl.range(0, HEADS_PER_PROGRAM * row_tiles, num_stages=NUM_STAGES):
             head_offset = tile // row_tiles
             p = tile * BLOCK_P - head_offset * HEAD_DIM_BLOCK + tl.arange(0, BLOCK_P)
-            if HEAD_DIM % BLOCK_P == 0:
+            if HEAD_DIM == HEAD_DIM_BLOCK:
                 p_mask = tl.full([BLOCK_P], True, tl.int1)
             else:
                 p_mask = p < HEAD_DIM
@@ -221,7 +221,7 @@ def step(
         for tile in tl.range(0, HEADS_PER_PROGRAM * row_tiles, num_stages=NUM_STAGES):
             head_offset = tile // row_tiles
             p = tile * BLOCK_P - head_offset * HEAD_DIM_BLOCK + tl.arange(0, BLOCK_P)
-            if HEAD_DIM % BLOCK_P == 0:
+            if HEAD_DIM == HEAD_DIM_BLOCK:
                 p_mask = tl.full([BLOCK_P], True, tl.int1)
             else:
                 p_mask = p < HEAD_DIM
