@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..runtime.defaults import default_plan
+from ..runtime.defaults import defaults_beside
 from ..runtime.errors import TableError
 from ..runtime.lookup import read_folder
 from ..runtime.modules import module_name
@@ -115,16 +115,17 @@ def regenerate(folder: Path, progress: Progress | None = None) -> Emission:
 
 
 def modules(tables: Iterable[Table]) -> dict[str, Module]:
-    """Modules that tables need, by name: of their rows, and of the default plan of each spec.
+    """Modules that tables need, by name: of their rows, and of the default plans beside each spec.
 
-    The default serves where no row does (another architecture, say), also in a slim package. The
-    shared modules are always there.
+    Defaults serve where no row does (another architecture, say), also in a slim package, and what
+    materialises states always. The shared modules are always there.
     """
     found: dict[str, Module] = {name: name for name in SHARED}
     for table in tables:
         for row in table.rows:
-            for variant in (*row.plan.variants, *default_plan(row.spec).variants):
-                found[module_name(row.spec, variant.structure)] = (row.spec, variant.structure)
+            for spec, plan in ((row.spec, row.plan), *defaults_beside(row.spec).items()):
+                for variant in plan.variants:
+                    found[module_name(spec, variant.structure)] = (spec, variant.structure)
     return dict(sorted(found.items()))
 
 

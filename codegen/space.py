@@ -18,7 +18,7 @@ from typing import Final
 
 from ..runtime.abi import next_power_of_two
 from ..runtime.defaults import default_plan
-from ..runtime.plan import ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
+from ..runtime.plan import PLAN_ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
 
 WARP_SIZE: Final = 32
@@ -468,8 +468,7 @@ def points(spec: Spec, role: str) -> Space:
 
 def roles(spec: Spec) -> tuple[str, ...]:
     """Roles that kernels of ``spec`` may have."""
-    alone = {"native_step": ("native",), "materialize": ("materialize",)}
-    return alone.get(spec.op, tuple(role for role in ROLES if (role,) not in alone.values()))
+    return tuple(itertools.chain(*PLAN_ROLES[spec.op]))
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     )
     from .ops import (
         Cache,
+        Snapshot,
         bytes_per_slot,
         commit,
         drained,
+        gdn_materialize,
         gdn_native_step,
         gdn_step,
         make_cache,
+        mamba2_materialize,
         mamba2_native_step,
         mamba2_step,
         reset,
@@ -46,8 +49,9 @@ else:
         "ToolchainError",
     )  # fmt: skip
     _OPS = (
-        "Cache", "bytes_per_slot", "commit", "drained", "gdn_native_step", "gdn_step", "make_cache",
-        "mamba2_native_step", "mamba2_step", "reset", "warmup",
+        "Cache", "Snapshot", "bytes_per_slot", "commit", "drained", "gdn_materialize", "gdn_native_step",
+        "gdn_step", "make_cache", "mamba2_materialize", "mamba2_native_step", "mamba2_step", "reset",
+        "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
@@ -71,6 +75,7 @@ __all__ = [
     "CompileError",
     "DispatchError",
     "ReplayError",
+    "Snapshot",
     "Spec",
     "SpecError",
     "TableError",
@@ -80,9 +85,11 @@ __all__ = [
     "conv_seed",
     "conv_step",
     "drained",
+    "gdn_materialize",
     "gdn_native_step",
     "gdn_step",
     "make_cache",
+    "mamba2_materialize",
     "mamba2_native_step",
     "mamba2_step",
     "reset",

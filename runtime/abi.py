@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .plan import Structure
+from .plan import PLAN_ROLES, Structure
 from .spec import Spec
 
 
@@ -30,6 +30,8 @@ class TensorArgument:
     """Names of the leading dimensions, outermost first, e.g. ``("slot", "head", "row")``."""
     vectorized: bool = False
     """Loaded in vectors along its innermost dimension: its alignment matters."""
+    per_row: bool = False
+    """An integer per row, int32 or int64 as the caller has it: a slot, or a count."""
 
     @property
     def pointer(self) -> str:
@@ -67,9 +69,9 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
             TensorArgument("ring_start", "i32"),
             TensorArgument("ring_len", "i32"),
         ]
-    arguments.append(TensorArgument("slot_index", "i32"))
+    arguments.append(TensorArgument("slot_index", "i32", per_row=True))
     if structure.role == "materialize":
-        arguments += [TensorArgument("destination", "i32"), TensorArgument("prefix", "i32")]
+        arguments += [TensorArgument(name, "i32", per_row=True) for name in ("destination", "prefix")]
         return (*arguments, *([TensorArgument("a", "fp32")] if spec.family == "mamba2" else []))
     arguments += [
         TensorArgument("x", activation, ("row", "head"), True),
@@ -90,6 +92,15 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
     if structure.coefficients == "precomputed":
         arguments.append(TensorArgument("scratch", "fp32", ("row",)))
     return tuple(arguments)
+
+
+@functools.cache
+def launch_structure(spec: Spec) -> Structure:
+    """A structure whose arguments every plan of ``spec`` is launched with.
+
+    Scratch, which some structures take beside them, is the launch's own.
+    """
+    return Structure(PLAN_ROLES[spec.op][0][0])
 
 
 @functools.cache

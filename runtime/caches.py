@@ -1,10 +1,10 @@
-"""Caches of a layer: their record, their allocation and their size."""
+"""Caches of a layer: their record, their allocation and size, and what is taken out and put back."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -51,6 +51,105 @@ class Cache:
             "ring_start": self.ring_start,
             "ring_len": self.ring_len,
         }
+
+    def snapshot(self, slots: Tensor) -> Snapshot:
+        """All there is to some sequences: state, rings and cursors of their slots, in memory of their own.
+
+        Take it after a commit, never between a step and its commit: the state may then be newer than the
+        cursors. Layers that share cursors have them in each layer's snapshot.
+
+        Args:
+            slots: (n,) int32 or int64.
+
+        Raises:
+            ArgumentError: ``slots`` is no such tensor, or lies on another device; on a CPU also a slot out of
+                range (on a GPU torch's own assertion fails).
+        """
+        index = self._index(slots)
+        parts = {name: part.index_select(0, index) for name, part in zip(_PARTS, self._parts(), strict=True)}
+        return Snapshot(Cache(**parts, family=self.family))
+
+    def restore(self, snapshot: Snapshot, slots: Tensor) -> None:
+        """Put sequences into slots of this cache, bit for bit; they go on where their snapshot was taken.
+
+        The cache may be another one than the snapshot's, of equal sizes and dtypes but for the number of
+        slots. Cursors are written too. With layers that share them restore each layer's snapshot of the same
+        moment: each writes the same numbers.
+
+        Args:
+            snapshot: Of a cache like this one.
+            slots: (n,) int32 or int64, distinct; one for each of the snapshot's, in its order.
+
+        Raises:
+            ArgumentError: The snapshot does not fit the cache, or ``slots`` is no such tensor, or lies on
+                another device; on a CPU also a slot that is out of range or named twice. Nothing is written
+                then.
+        """
+        index, held = self._index(slots), snapshot.held
+        if held.family != self.family:
+            raise ArgumentError(
+                f"a snapshot of {held.family} does not fit a cache of {self.family}",
+                hint="restore it into a cache made with the same spec",
+            )
+        for name, mine, theirs in zip(_PARTS, self._parts(), held._parts(), strict=True):
+            kept = (*mine.shape[1:], mine.dtype, mine.device)
+            taken = (*theirs.shape[1:], theirs.dtype, theirs.device)
+            if kept != taken:
+                raise ArgumentError(
+                    f"{name} of the snapshot is {_described(taken)} a slot, of the cache {_described(kept)}",
+                    hint="restore it into a cache of the same spec, heads, capacity and device",
+                )
+        if len(index) != len(held.state):
+            raise ArgumentError(
+                f"{len(index)} slots are named for a snapshot of {len(held.state)}", hint="name one for each"
+            )
+        if index.device.type == "cpu" and bool((index.sort().values.diff() == 0).any()):
+            raise ArgumentError(
+                f"slots {index.tolist()} name a slot twice", hint="restore each sequence into its own slot"
+            )
+        for mine, theirs in zip(self._parts(), held._parts(), strict=True):
+            mine.index_copy_(0, index, theirs)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in _PARTS)
+
+    def _index(self, slots: Tensor) -> Tensor:
+        """``slots`` as torch indexes by them, checked."""
+        if not isinstance(slots, Tensor):
+            raise ArgumentError(f"slots is {slots!r}", hint="pass a tensor of int32 or int64")
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(
+                f"slots is {_described((*slots.shape, slots.dtype, slots.device))}",
+                hint="pass one dimension of int32 or int64",
+            )
+        if slots.device != self.state.device:
+            raise ArgumentError(
+                f"slots is on {slots.device}, the cache on {self.state.device}", hint="move slots there"
+            )
+        if slots.device.type == "cpu":
+            beyond = slots[(slots < 0) | (slots >= len(self.state))]
+            if len(beyond):
+                raise ArgumentError(
+                    f"slots names {int(beyond[0])}, but there are {len(self.state)} slots",
+                    hint="name slots of live sequences alone: nothing here is padding",
+                )
+        return slots.long()
+
+
+_PARTS: Final = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
+
+
+def _described(sizes: tuple[object, ...]) -> str:
+    *shape, dtype, device = sizes
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Some sequences of a cache at one moment; see :meth:`Cache.snapshot` and :meth:`Cache.restore`."""
+
+    held: Cache
+    """Their state, rings and cursors: a cache of as many slots, in the order in which they were named."""
 
 
 def make_cache(

@@ -1,8 +1,8 @@
 """Full checks of the ops' arguments, from metadata alone: they serve symbolic shapes too.
 
-What is asked of each argument is in :mod:`.contracts`. A check of a step ends in a :class:`Signature`:
-what its launcher needs to know. Calls whose signature has been met before skip all this; see
-:mod:`.signatures`.
+What is asked of each argument is in :mod:`.contracts`. A check of what kernels of a spec serve ends in a
+:class:`Signature`: what its launcher needs to know. Calls whose signature has been met before skip all
+this; see :mod:`.signatures`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ROWS: Final = 65535
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallSignature:
-    """A checked call of an operator with an ``out``.
+    """A checked call of an operator whose kernels are launched by what its signature says.
 
     ``strides`` and ``dtypes`` are by the names of kernels (of a step those of :mod:`.abi`: ``a``, ``b``,
     ``ring_x``, …); strides are in elements, outermost first, innermost included.
@@ -36,7 +36,7 @@ class CallSignature:
     device: str
     """Device type: ``cpu``, ``cuda``."""
     rows: int
-    """Of the output; for none nothing is launched."""
+    """Of the call, or of its output where that has others; for none nothing is launched."""
     strides: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     """``fp32``, ``bf16``, ``fp16``, ``i32`` or ``i64``."""
@@ -55,7 +55,7 @@ class CallSignature:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Signature(CallSignature):
-    """A checked call of a step."""
+    """A checked call of an op with a spec."""
 
     spec: Spec
     heads: int
@@ -71,10 +71,10 @@ class Signature(CallSignature):
 
 
 def check_step(contract: Contract, tensors: Sequence[Tensor | None], scalars: Sequence[Any]) -> Signature:
-    """Full check of a step; see the public function for what is asked.
+    """Full check of an op with a spec; see the public function for what is asked.
 
     Args:
-        contract: Of a step.
+        contract: Of a step, or of what materialises states.
         tensors: In its order; absent ones are None.
         scalars: In its order.
 
@@ -179,9 +179,10 @@ def described(contract: Contract, tensors: Sequence[Tensor | None]) -> dict[str,
     like = given[contract.kernel_names[contract.leading]]
     strides = {name: tuple(tensor.stride()) for name, tensor in given.items()}
     dtypes = {name: _name(tensor.dtype) for name, tensor in given.items()}
-    # An output that the op allocates itself is contiguous.
-    strides.setdefault("out", tuple(math.prod(like.shape[i + 1 :]) for i in range(like.dim())))
-    dtypes.setdefault("out", _name(like.dtype))
+    if "out" in contract.names:
+        # One that the op allocates itself is contiguous.
+        strides.setdefault("out", tuple(math.prod(like.shape[i + 1 :]) for i in range(like.dim())))
+        dtypes.setdefault("out", _name(like.dtype))
     return {
         "contract": contract,
         "device": like.device.type,
@@ -224,7 +225,7 @@ def refuse_gradients(contract: Contract, tensors: Sequence[Tensor | None]) -> No
     for argument, tensor in zip(contract.arguments, tensors, strict=True):
         if tensor is not None and tensor.requires_grad:
             raise ArgumentError(
-                f"{argument.name} requires a gradient and decode steps have none; call under "
+                f"{argument.name} requires a gradient and the ops have none; call under "
                 "torch.no_grad() or torch.inference_mode(), or detach it"
             )
 
@@ -271,30 +272,33 @@ def _spec(
     contract: Contract, tensors: Sequence[Tensor | None], scalars: Sequence[Any], sizes: dict[str, int]
 ) -> Spec:
     given = dict(zip(contract.kernel_names, tensors, strict=True))
-    x, state = given["x"], given["state"]
+    # Nothing of a native kernel depends on a ring's dtype, nor of one without tokens on an activation dtype.
+    x = given.get("x", given.get("ring_x"))
+    ring, state = given.get("ring_x", x), given["state"]
     assert x is not None
+    assert ring is not None
     assert state is not None
-    # Nothing of a native kernel depends on a ring's dtype; the activation dtype stands in.
-    ring = given.get("ring_x")
+    materializes = contract.op == "materialize"
     # int(): symbolic sizes that are baked into a kernel are made concrete.
     numbers: dict[str, Any] = {"window": 0} | {
         name: int(value) if kind == "int" else value
         for (kind, name), value in zip(contract.scalars, scalars, strict=True)
     }
-    return Spec(
+    spec = Spec(
         family=contract.family,
-        op=contract.op,
+        op="step" if materializes else contract.op,
         head_dim=int(sizes["head_dim"]),
         state_size=int(sizes["state_size"]),
         heads_per_group=int(sizes["heads"] // sizes["groups"]),
         activation_dtype=_name(x.dtype),
         state_dtype=_name(state.dtype),
-        ring_dtype=_name(x.dtype if ring is None else ring.dtype),
+        ring_dtype=_name(ring.dtype),
         has_d=given.get("d") is not None,
         has_z=given.get("z") is not None,
-        has_dt_bias=given["dt_bias"] is not None,
+        has_dt_bias=given.get("dt_bias") is not None,
         **numbers,
     )
+    return spec.materialize if materializes else spec
 
 
 def _measure(contract: Contract, tensors: Sequence[Tensor | None], sizes: dict[str, int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 FLOATS: Final = ("fp32", "bf16", "fp16")
@@ -32,6 +32,8 @@ class Argument:
     """Name in :mod:`.abi`; by default the public one."""
     optional: bool = False
     """None stands for leaving it out."""
+    made: bool = False
+    """Where it is left out the public function makes it: operators always get one."""
     written: bool = False
     apart: bool = False
     """``out`` must not overlap it."""
@@ -52,15 +54,15 @@ class Contract:
     arguments: tuple[Argument, ...]
     """Tensors; the last one of a step, or of the convolution, is ``out``."""
     scalars: tuple[tuple[str, str], ...]
-    """(type in the schema, name) of each scalar in front of ``null_slot``; a step's are fields of a spec."""
+    """(type in the schema, name) of each scalar in front of ``null_slot``; fields of its spec, if any."""
     sized_by: tuple[str, ...]
     """Arguments that say how large the dimensions are: each names the sizes of those not met before.
     Others are measured against them, and all lie on the first one's device. Where there is an ``out``, the
     first one is also what it looks like."""
     family: str = ""
-    """A step's family; empty for what serves every family."""
+    """Family of what kernels of a spec serve; empty for what serves every family."""
     op: str = ""
-    """What :class:`.spec.Spec` calls a step."""
+    """What :class:`.spec.Spec` calls it."""
     dim_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Names that the family has for dimensions, where they are not those of :class:`Argument`."""
 
@@ -70,8 +72,7 @@ class Contract:
         parts = []
         alias = ord("a")
         for argument in self.arguments:
-            # `out` is optional in the public function alone: operators return nothing.
-            kind = "Tensor?" if argument.optional and argument.name != "out" else "Tensor"
+            kind = "Tensor?" if argument.optional and not argument.made else "Tensor"
             if argument.written:
                 kind += f"({chr(alias)}!)"
                 alias += 1
@@ -129,6 +130,44 @@ _READ_CURSORS: Final = (
 )
 _SLOT_INDEX: Final = Argument("slot_index", ("rows",), INDICES)
 _QUERY_START: Final = Argument("query_start", ("rows + 1",), ("i32",), optional=True)
+_STATE: Final = Argument(
+    "state", ("slots", "heads", "head_dim", "state_size"), FLOATS, written=True, apart=True
+)
+
+
+def _out(like: str) -> Argument:
+    return Argument("out", ("rows", "heads", "head_dim"), like, optional=True, made=True, written=True)
+
+
+def _rings(x: str, b: str, decay: str) -> tuple[Argument, ...]:
+    """The rings of a family, by its names for them."""
+    return (
+        Argument(x, ("slots", "heads", "capacity", "head_dim"), FLOATS, "ring_x", written=True, apart=True),
+        Argument(b, ("slots", "groups", "capacity", "state_size"), x, "ring_b", written=True, apart=True),
+        Argument(decay, ("slots", "heads", "capacity"), ("fp32",), "ring_decay", written=True, apart=True),
+    )
+
+
+def _materialize(step: Contract, *parameters: str) -> Contract:
+    """What folds the rings of ``step`` into states elsewhere, and which of its inputs that takes."""
+    arguments = {argument.name: replace(argument, apart=False) for argument in step.arguments}
+    rings = [argument for argument in step.arguments if argument.kernel.startswith("ring_")]
+    return Contract(
+        f"{step.family}_materialize",
+        (
+            Argument("source", ("rows",), INDICES, "slot_index"),
+            Argument("destination", ("rows",), INDICES),
+            Argument("prefix", ("rows",), INDICES, optional=True, made=True),
+            *(arguments[name] for name in (*parameters, "state")),
+            *(replace(arguments[ring.name], written=False) for ring in rings),
+        ),
+        (("int", "window"),),
+        sized_by=("source", "state", *(ring.name for ring in rings[:2])),
+        family=step.family,
+        op="materialize",
+        dim_names=step.dim_names,
+    )
+
 
 _MAMBA2_INPUTS: Final = (
     Argument("x", ("rows", "heads", "head_dim"), FLOATS, apart=True),
@@ -139,17 +178,15 @@ _MAMBA2_INPUTS: Final = (
     Argument("D", ("heads",), FLOATS, "d", optional=True),
     Argument("z", ("rows", "heads", "head_dim"), "x", optional=True, apart=True),
     Argument("dt_bias", ("heads",), FLOATS, optional=True),
-    Argument("state", ("slots", "heads", "head_dim", "state_size"), FLOATS, written=True, apart=True),
+    _STATE,
 )
-_MAMBA2_OUT: Final = Argument("out", ("rows", "heads", "head_dim"), "x", optional=True, written=True)
+_MAMBA2_OUT: Final = _out("x")
 
 MAMBA2_STEP: Final = Contract(
     "mamba2_step",
     (
         *_MAMBA2_INPUTS,
-        Argument("ring_x", ("slots", "heads", "capacity", "head_dim"), FLOATS, written=True, apart=True),
-        Argument("ring_b", ("slots", "groups", "capacity", "state_size"), "ring_x", written=True, apart=True),
-        Argument("ring_decay", ("slots", "heads", "capacity"), ("fp32",), written=True, apart=True),
+        *_rings("ring_x", "ring_b", "ring_decay"),
         *_READ_CURSORS,
         _SLOT_INDEX,
         _MAMBA2_OUT,
@@ -167,6 +204,7 @@ MAMBA2_NATIVE_STEP: Final = Contract(
     family="mamba2",
     op="native_step",
 )
+MAMBA2_MATERIALIZE: Final = _materialize(MAMBA2_STEP, "A")
 
 _GDN_DIMS: Final = {
     "heads": "value_heads",
@@ -182,26 +220,15 @@ _GDN_INPUTS: Final = (
     Argument("b", ("rows", "heads"), FLOATS, "beta", apart=True),
     Argument("A_log", ("heads",), ("fp32",), "a"),
     Argument("dt_bias", ("heads",), FLOATS, optional=True),
-    Argument("state", ("slots", "heads", "head_dim", "state_size"), FLOATS, written=True, apart=True),
+    _STATE,
 )
-_GDN_OUT: Final = Argument("out", ("rows", "heads", "head_dim"), "v", optional=True, written=True)
-_RING_U: Final = Argument(
-    "ring_u", ("slots", "heads", "capacity", "head_dim"), FLOATS, "ring_x", written=True, apart=True
-)
-_RING_K: Final = Argument(
-    "ring_k", ("slots", "groups", "capacity", "state_size"), "ring_u", "ring_b", written=True, apart=True
-)
-_RING_G: Final = Argument(
-    "ring_g", ("slots", "heads", "capacity"), ("fp32",), "ring_decay", written=True, apart=True
-)
+_GDN_OUT: Final = _out("v")
 
 GDN_STEP: Final = Contract(
     "gdn_step",
     (
         *_GDN_INPUTS,
-        _RING_U,
-        _RING_K,
-        _RING_G,
+        *_rings("ring_u", "ring_k", "ring_g"),
         *_READ_CURSORS,
         _SLOT_INDEX,
         _GDN_OUT,
@@ -221,6 +248,7 @@ GDN_NATIVE_STEP: Final = Contract(
     op="native_step",
     dim_names=_GDN_DIMS,
 )
+GDN_MATERIALIZE: Final = _materialize(GDN_STEP)
 
 _CURSORS: Final = (
     Argument("ring_start", ("slots",), ("i32",), written=True),
@@ -249,7 +277,7 @@ CONV_STEP: Final = Contract(
         *_READ_CURSORS,
         _SLOT_INDEX,
         _QUERY_START,
-        Argument("out", ("tokens", "channels"), "x", optional=True, written=True),
+        Argument("out", ("tokens", "channels"), "x", optional=True, made=True, written=True),
     ),
     (("int", "window"), ("int", "num_tokens"), ("bool", "silu")),
     sized_by=("x", "weight", "ring", "slot_index"),

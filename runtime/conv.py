@@ -28,7 +28,7 @@ from .checks import (
 from .contracts import CONV_SEED, CONV_STEP, Contract
 from .errors import ArgumentError
 from .operators import CursorOperator, StepOperator, cuda_index, late
-from .reference import live_cursors, live_rows, owned_tokens
+from .rows import live_cursors, live_rows, owned_tokens
 from .spec import MAX_WINDOW
 
 WIDTHS: Final = (2, 3, 4)

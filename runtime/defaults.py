@@ -38,6 +38,12 @@ def default_plan(spec: Spec) -> Plan:
     return Plan((Variant(structure, tile),))
 
 
+def defaults_beside(spec: Spec) -> dict[Spec, Plan]:
+    """What serves beside a table's rows of ``spec``: its default, and that of what materialises a step."""
+    specs = (spec, spec.materialize) if spec.op == "step" else (spec,)
+    return {one: default_plan(one) for one in specs}
+
+
 def _gdn_variant(spec: Spec, block_n: int) -> Variant:
     rows = min(32 if spec.is_native else 64, next_power_of_two(spec.head_dim))
     if spec.is_native:

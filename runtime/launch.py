@@ -17,14 +17,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .abi import TensorArgument, tensor_arguments
+from .abi import TensorArgument, launch_structure, scalar_arguments, tensor_arguments
 from .build import ALIGNMENT_BYTES
 from .checks import Signature
 from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .lookup import announce, default_lookup
 from .modules import CURSORS, load_module, module_path, shared_path
-from .plan import Plan, Structure
+from .plan import Plan
 from .spec import Spec
 from .table import GpuInfo
 
@@ -54,9 +54,10 @@ def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
     """The plan that serves, announced once.
 
     Raises:
-        DispatchError: Strict mode, and no table has a row.
+        DispatchError: Strict mode, and no table has a row of the step.
     """
-    strict = os.environ.get(STRICT_VARIABLE, "") == "1"
+    # Strict mode is about what is tuned: steps.
+    strict = os.environ.get(STRICT_VARIABLE, "") == "1" and spec.op != "materialize"
     found = default_lookup().find(spec, effective_batch, gpu_info(device_index), strict)
     announce(found.reason)
     return found.plan
@@ -123,15 +124,15 @@ class Launcher:
         launch(self._in_kernel_order(tensors), null_slot, _raw_stream(self._device_index))
 
 
-class _StepLauncher(Launcher):
-    """By the plan that serves a step's signature."""
+class _PlanLauncher(Launcher):
+    """By the plan that serves a signature."""
 
     def __init__(self, signature: Signature, device_index: int) -> None:
         spec = signature.spec
-        names = signature.contract.kernel_names
+        names, scalar_names = signature.contract.kernel_names, scalar_arguments(spec, launch_structure(spec))
         super().__init__(names, _arguments(spec), signature.strides, signature.dtypes, device_index)
         self._rows, self._heads = signature.rows, signature.heads
-        self._scalars = () if spec.is_native else (signature.capacity,)
+        self._scalars = (signature.capacity,) if "ring_capacity" in scalar_names else ()
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
 
     def prepare(self, aligned: bool) -> Launch:
@@ -142,7 +143,7 @@ class _StepLauncher(Launcher):
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
     """Tensors that every plan of ``spec`` takes; scratch is the plan's own."""
-    return tensor_arguments(spec, Structure("native" if spec.is_native else "both"))
+    return tensor_arguments(spec, launch_structure(spec))
 
 
 def _strides(argument: TensorArgument, strides: Mapping[str, Sequence[int]]) -> Sequence[int]:
@@ -156,7 +157,7 @@ def prepare(signature: Signature, device_index: int) -> Launcher:
     Raises:
         DispatchError: Strict mode, and no table has a row.
     """
-    launcher = _StepLauncher(signature, device_index)
+    launcher = _PlanLauncher(signature, device_index)
     object.__setattr__(signature, "launcher", launcher)
     return launcher
 
@@ -224,7 +225,7 @@ def compile_ahead(
         ToolchainError: There is no C compiler.
     """
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
-    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.name == "slot_index" else a.dtype for a in _arguments(spec))
+    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.per_row else a.dtype for a in _arguments(spec))
     for plan in plans:
         _compiled(spec, plan, dtypes, aligned, device_index)
     with torch.cuda.device(device_index):

@@ -19,6 +19,7 @@ from .checks import CallSignature, check_cursors, check_step, is_whole, refuse_g
 from .contracts import Contract
 from .errors import ArgumentError, ToolchainError
 from .signatures import Check, Tensors, check_out, signature_of
+from .spec import MAX_WINDOW
 
 NAMESPACE: Final = (__package__ or "replayssm").removesuffix(".runtime").replace(".", "_")
 """Operators are ``torch.ops.<NAMESPACE>.<name>``."""
@@ -61,7 +62,7 @@ def late(function: str, module: str = "launch") -> Callable[..., Any]:
 
 
 class _Operator:
-    """What steps and cursor ops share: registration, and the choice of a way for each call.
+    """What all kinds share: registration, and the choice of a way for each call.
 
     Args:
         contract: What the operator takes.
@@ -93,13 +94,13 @@ class _Operator:
         raise NotImplementedError
 
 
-class StepOperator(_Operator):
-    """An operator with an ``out``: a step, or the convolution.
+class _SignedOperator(_Operator):
+    """What is launched by what its signature keeps.
 
     Args:
         contract: See :class:`_Operator`.
         cpu: See :class:`_Operator`.
-        prepare: From a signature and the device's index, what launches it; kept with the signature.
+        prepare: From a signature and the device's index, what launches it; by default the plan of its spec.
         check: See :func:`.signatures.signature_of`; returns a :class:`.checks.CallSignature`.
     """
 
@@ -112,6 +113,22 @@ class StepOperator(_Operator):
     ) -> None:
         super().__init__(contract, cpu, check)
         self._prepare = prepare or late("prepare")
+
+    def _checked(self, tensors: Tensors, scalars: tuple[Any, ...], null: int) -> None:
+        self._run(tensors, scalars, null, signature_of(self._contract, tensors, scalars, self._check))
+
+    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: CallSignature) -> None:
+        if not signature.rows:
+            return
+        if signature.device == "cuda":
+            launcher = signature.launcher or self._prepare(signature, tensors[0].get_device())
+            launcher.launch(tensors, null)
+        else:
+            self._cpu(*tensors, *scalars, null)
+
+
+class StepOperator(_SignedOperator):
+    """An operator with an ``out``: a step, or the convolution."""
 
     def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> Tensor:
         """Run it; tensors and scalars are in the contract's order, ``out`` may be None.
@@ -149,14 +166,25 @@ class StepOperator(_Operator):
         check_out(tensors, signature)
         self._run(tensors, scalars, null, signature)
 
-    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: CallSignature) -> None:
-        if not signature.rows:
-            return
-        if signature.device == "cuda":
-            launcher = signature.launcher or self._prepare(signature, tensors[0].get_device())
-            launcher.launch(tensors, null)
+
+class MaterializeOperator(_SignedOperator):
+    """What folds rings into states; it returns nothing."""
+
+    def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> None:
+        """Run it; tensors and scalars are in the contract's order, ``prefix``, the third, may be None."""
+        null = -1 if null_slot is None else _null(null_slot)
+        refuse_non_tensors(self._contract, tensors)
+        if torch.is_grad_enabled():
+            refuse_gradients(self._contract, tensors)
+        source, destination, prefix, *others = tensors
+        if prefix is None:
+            # Counts are clamped to the tokens there are, and no ring has more of them than this.
+            prefix = torch.full_like(source, MAX_WINDOW)
+        tensors = (source, destination, prefix, *others)
+        if goes_direct(source, tensors[self._pool]):
+            self._checked(tensors, scalars, null)
         else:
-            self._cpu(*tensors, *scalars, null)
+            self._overload(*tensors, *scalars, null)
 
 
 class CursorOperator(_Operator):

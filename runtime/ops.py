@@ -1,4 +1,4 @@
-"""The public ops: one function per step, with all that a caller must know.
+"""The public ops of layers: one function per op and family, with all that a caller must know.
 
 Ops have no gradient. Tensors that require one are refused under grad mode; decode under
 ``torch.no_grad()`` or ``torch.inference_mode()``.
@@ -22,21 +22,31 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .caches import Cache, bytes_per_slot, make_cache
-from .contracts import GDN_NATIVE_STEP, GDN_STEP, MAMBA2_NATIVE_STEP, MAMBA2_STEP
+from .caches import Cache, Snapshot, bytes_per_slot, make_cache
+from .contracts import (
+    GDN_MATERIALIZE,
+    GDN_NATIVE_STEP,
+    GDN_STEP,
+    MAMBA2_MATERIALIZE,
+    MAMBA2_NATIVE_STEP,
+    MAMBA2_STEP,
+)
 from .cursors import commit, drained, reset
-from .operators import NAMESPACE, StepOperator, cuda_index, late
+from .operators import NAMESPACE, MaterializeOperator, StepOperator, cuda_index, late
 from .spec import Spec
 
 __all__ = [
     "NAMESPACE",
     "Cache",
+    "Snapshot",
     "bytes_per_slot",
     "commit",
     "drained",
+    "gdn_materialize",
     "gdn_native_step",
     "gdn_step",
     "make_cache",
+    "mamba2_materialize",
     "mamba2_native_step",
     "mamba2_step",
     "reset",
@@ -47,6 +57,8 @@ _mamba2_step: Final = StepOperator(MAMBA2_STEP, reference.mamba2_step).call
 _mamba2_native_step: Final = StepOperator(MAMBA2_NATIVE_STEP, reference.mamba2_native_step).call
 _gdn_step: Final = StepOperator(GDN_STEP, reference.gdn_step).call
 _gdn_native_step: Final = StepOperator(GDN_NATIVE_STEP, reference.gdn_native_step).call
+_mamba2_materialize: Final = MaterializeOperator(MAMBA2_MATERIALIZE, reference.mamba2_materialize).call
+_gdn_materialize: Final = MaterializeOperator(GDN_MATERIALIZE, reference.gdn_materialize).call
 _compile_ahead: Final = late("compile_ahead")
 
 
@@ -143,6 +155,64 @@ def mamba2_native_step(
     """
     tensors = (x, dt, A, B, C, D, z, dt_bias, state, slot_index, out)
     return _mamba2_native_step(tensors, (dt_softplus,), null_slot)
+
+
+def mamba2_materialize(
+    A: Tensor,
+    *,
+    source: Tensor,
+    destination: Tensor,
+    state: Tensor,
+    ring_x: Tensor,
+    ring_b: Tensor,
+    ring_decay: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    window: int,
+    prefix: Tensor | None = None,
+    null_slot: int | None = None,
+) -> None:
+    """Write states as they were after the first ring tokens: rings of ``source`` folded into ``destination``.
+
+    Per row ``S = exp(A * sum of delta) S_source + sum_j delta_j exp(A * sum of deltas after j) x_j B_j^T``
+    over the oldest ``prefix`` tokens of the source's ring: what a flush would store, were they the whole
+    ring. Only states of destinations are written; cursors and rings are read, of sources alone. Whoever
+    makes a destination a sequence of its own empties its ring by :func:`reset`. States older than the last
+    flush cannot be had back: who needs one materialises it before.
+
+    A row whose destination is its source folds all its tokens, and its ring must then be emptied by
+    :func:`drained`, once, after the last layer: until then nothing else may read the slot. Of a shorter
+    prefix the later tokens would have to move; that is refused.
+
+    Destinations are distinct, and none is the source of another row: programs run in any order. A source may
+    serve many rows. Values are looked at on CPUs alone. On a GPU rows that break this give undefined states
+    of their destinations, and a row that folds a part of its ring in place is left as it is.
+
+    Args:
+        A: (heads,) fp32, negative, as in :func:`mamba2_step`.
+        source: (rows,) int32 or int64, slots after a commit. Negative ones and ``null_slot`` skip the row.
+        destination: (rows,) int32 or int64, likewise.
+        state: As in :func:`mamba2_step`; destinations are written.
+        ring_x: As in :func:`mamba2_step`; read.
+        ring_b: As in :func:`mamba2_step`; read.
+        ring_decay: As in :func:`mamba2_step`; read.
+        ring_start: As in :func:`mamba2_step`.
+        ring_len: As in :func:`mamba2_step`.
+        window: As in :func:`mamba2_step`.
+        prefix: (rows,) int32 or int64, tokens to fold, clamped to 0 and the ring's length. None folds all.
+        null_slot: Slot that marks padding besides negative ones.
+
+    Raises:
+        ArgumentError: A tensor does not fit, or something is no tensor; on a CPU also a slot or cursor out of
+            range, destinations that are not as above, and a part of a ring folded in place. Nothing is
+            written then.
+        SpecError: No kernel serves the head dim, state size, window or dtypes.
+        ToolchainError: CUDA tensors, and triton or the C compiler is missing.
+    """
+    tensors = (
+        source, destination, prefix, A, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
+    )  # fmt: skip
+    _mamba2_materialize(tensors, (window,), null_slot)
 
 
 def gdn_step(
@@ -242,6 +312,30 @@ def gdn_native_step(
     return _gdn_native_step(tensors, (qk_l2norm,), null_slot)
 
 
+def gdn_materialize(
+    *,
+    source: Tensor,
+    destination: Tensor,
+    state: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    window: int,
+    prefix: Tensor | None = None,
+    null_slot: int | None = None,
+) -> None:
+    """Write states as they were after the first ring tokens: rings of ``source`` folded into ``destination``.
+
+    Per row ``S = exp(sum of g) S_source + sum_j exp(sum of gates after j) u_j k_j^T`` over the oldest
+    ``prefix`` tokens of the source's ring. Caches are those of :func:`gdn_step`; all else, errors included,
+    is as in :func:`mamba2_materialize`.
+    """
+    tensors = (source, destination, prefix, state, ring_u, ring_k, ring_g, ring_start, ring_len)
+    _gdn_materialize(tensors, (window,), null_slot)
+
+
 def warmup(
     spec: Spec,
     effective_batches: Sequence[int],
@@ -249,13 +343,13 @@ def warmup(
     index_dtype: torch.dtype = torch.int32,
     aligned: bool = True,
 ) -> int:
-    """Compile everything that steps of ``spec`` and their cursor ops will need, ahead of a capture.
+    """Compile everything that calls of ``spec`` and the cursor ops will need, ahead of a capture.
 
     Args:
-        spec: A ``step`` or ``native_step`` spec.
+        spec: Of steps, native steps (``spec.native``) or what materialises states (``spec.materialize``).
         effective_batches: Sequences x heads of the captures.
         device: CUDA device.
-        index_dtype: dtype of slot_index and of accepted counts.
+        index_dtype: dtype of slot_index and of accepted counts; of source, destination and prefix.
         aligned: Pointers and strides of the captures are multiples of 16 bytes. Call once more with
             False for a pool where they are not.
 

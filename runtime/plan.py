@@ -18,6 +18,13 @@ ROLES: Final = ("both", "nonflush", "flush", "native", "materialize")
 one branch, rows of the other leave at once; ``native``: the baseline without a ring;
 ``materialize``: no step, ring tokens are folded into a state elsewhere."""
 
+PLAN_ROLES: Final = {
+    "step": (("both",), ("nonflush", "flush")),
+    "native_step": (("native",),),
+    "materialize": (("materialize",),),
+}
+"""Roles of the kernels that plans are made of, by the op of their spec."""
+
 STRUCTURE_VALUES: Final = {
     "role": ROLES,
     "coefficients": ("inline", "precomputed"),
@@ -135,15 +142,19 @@ class Variant:
 class Plan:
     """The launches of one call, in order.
 
-    They are ``(both,)``, ``(nonflush, flush)``, ``(native,)`` or ``(materialize,)``.
+    What they may be is in :data:`PLAN_ROLES`.
     """
 
     variants: tuple[Variant, ...]
 
     def __post_init__(self) -> None:
-        roles = tuple(v.structure.role for v in self.variants)
-        if roles not in (("both",), ("nonflush", "flush"), ("native",), ("materialize",)):
-            raise SpecError(f"a plan cannot be made of roles {roles}")
+        if not any(self.roles in legal for legal in PLAN_ROLES.values()):
+            raise SpecError(f"a plan cannot be made of roles {self.roles}")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Which rows each kernel serves, in order."""
+        return tuple(variant.structure.role for variant in self.variants)
 
     @functools.cached_property
     def key(self) -> str:

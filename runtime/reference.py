@@ -1,7 +1,7 @@
 """The ops in plain torch: readable, on any device, and the ops' implementation on CPUs.
 
-Arguments are those of :mod:`.ops`, in the order of the operators' schemas. Checked here are the values
-of slots and cursors alone, which kernels do not look at.
+Arguments are those of :mod:`.ops`, in the order of the operators' schemas. Checked are the values of slots
+and cursors alone (:mod:`.rows`), which kernels do not look at.
 Rows are vectorised; no matrix product is used, so that no TF32 setting touches the result. Arithmetic
 is in fp32 (fp64 where the state is fp64).
 """
@@ -11,80 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
 from .oracle import softplus
-
-
-def live_rows(slot_index: Tensor, null_slot: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Indices of the rows that are no padding, and their slots, int64.
-
-    Raises:
-        ArgumentError: A slot is beyond the last one. Nothing has been written yet.
-    """
-    row = ((slot_index >= 0) & (slot_index != null_slot)).nonzero()[:, 0]
-    slot = slot_index[row].long()
-    beyond = (slot >= slots).nonzero()[:, 0]
-    if len(beyond):
-        first = int(beyond[0])
-        raise ArgumentError(
-            f"row {int(row[first])} names slot {int(slot[first])}, but there are {slots} slots",
-            hint="correct slot_index, or mark padding by -1 or null_slot",
-        )
-    return row, slot
-
-
-def live_cursors(
-    row: Tensor, slot: Tensor, ring_start: Tensor, ring_len: Tensor, longest: int, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """Starts and lengths, int32, of the rings of live rows.
-
-    Raises:
-        ArgumentError: A ring starts outside of its capacity or is longer than it may be. Nothing has
-            been written yet.
-    """
-    start, length = ring_start[slot], ring_len[slot]
-    bad = ((start < 0) | (start >= capacity) | (length < 0) | (length > longest)).nonzero()[:, 0]
-    if len(bad):
-        first = int(bad[0])
-        raise ArgumentError(
-            f"row {int(row[first])}: the ring of slot {int(slot[first])} has ring_start {int(start[first])} "
-            f"and ring_len {int(length[first])}, outside of 0 to {capacity - 1} and 0 to {longest}",
-            hint="reset the slot for a new sequence, and move cursors by commit and drained alone, with one "
-            "window and capacity",
-        )
-    return start, length
-
-
-def owned_tokens(
-    query_start: Tensor | None, slot_index: Tensor, num_tokens: int, tokens: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """First token and number of tokens of each row, int64.
-
-    Args:
-        query_start: (rows + 1,); None where each row has ``num_tokens``.
-        slot_index: (rows,).
-        num_tokens: The most a row may have.
-        tokens: How many there are; None where nobody knows.
-
-    Raises:
-        ArgumentError: The entries are no packing of rows. Nothing has been written yet.
-    """
-    if query_start is None:
-        begin = torch.arange(len(slot_index), device=slot_index.device) * num_tokens
-        return begin, torch.full_like(begin, num_tokens)
-    bounds = query_start.long()
-    count, first, last = bounds.diff(), int(bounds[0]), int(bounds[-1])
-    bad = ((count < 0) | (count > num_tokens)).nonzero()[:, 0]
-    if first != 0 or last > (last if tokens is None else tokens) or len(bad):
-        what = f"query_start begins at {first} and ends at {last}"
-        if len(bad):
-            what = f"row {int(bad[0])} is given {int(count[bad[0]])} tokens"
-        there, most = ("", "") if tokens is None else (f", of {tokens} tokens in x", f" to at most {tokens}")
-        raise ArgumentError(
-            what + there,
-            hint=f"query_start goes from 0{most} in steps of 0 to num_tokens = {num_tokens}",
-        )
-    return bounds[:-1], count
+from .rows import folded_rows, live_cursors, live_rows, owned_tokens
 
 
 class _History:
@@ -107,13 +35,8 @@ class _History:
         self._heads_per_group = x.shape[2] // b.shape[2]
         self._old = state[slot].to(x.dtype)
         if bool(flush.any()):
-            folded = decay[flush][..., None, None] * self._old[flush]
-            weighted = weight[flush][..., None] * x[flush]
-            b_heads = b[flush].repeat_interleave(self._heads_per_group, 2)
-            for i in range(x.shape[1]):
-                folded += weighted[:, i, :, :, None] * b_heads[:, i, :, None, :]
-            self._folded = folded
-            state[slot[flush]] = folded.to(state.dtype)
+            self._folded = _fold(*(part[flush] for part in (self._old, x, b, weight, decay)))
+            state[slot[flush]] = self._folded.to(state.dtype)
 
     def read(self, r: Tensor) -> Tensor:
         """(rows, heads, head_dim) of keys or queries ``r`` (rows, groups, state_size)."""
@@ -124,6 +47,16 @@ class _History:
         if bool(self._flush.any()):
             value[self._flush] = (self._folded * r_heads[self._flush]).sum(-1)
         return value
+
+
+def _fold(old: Tensor, x: Tensor, b: Tensor, weight: Tensor, decay: Tensor) -> Tensor:
+    """``decay old + sum_j weight_j x_j b_j^T``; shapes as in :class:`_History`, ``old`` of rows."""
+    folded = decay[..., None, None] * old
+    weighted = weight[..., None] * x
+    b_heads = b.repeat_interleave(x.shape[2] // b.shape[2], 2)
+    for i in range(x.shape[1]):
+        folded += weighted[:, i, :, :, None] * b_heads[:, i, :, None, :]
+    return folded
 
 
 def _live_tokens(
@@ -151,6 +84,19 @@ def _suffix_sums(value: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over dimension 1 of everything from an entry on, and of everything after it."""
     from_here = value.flip(1).cumsum(1).flip(1)
     return from_here, torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
+
+
+def _mamba2_weights(delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of each ring token, ``delta_j exp(A * sum of deltas after j)``, and the old state's decay."""
+    from_here, later = _suffix_sums(delta)
+    rate = A.to(delta.dtype)
+    return delta * torch.exp(rate * later), torch.exp(rate * from_here[:, 0])
+
+
+def _gdn_weights(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of each ring token, ``exp(sum of gates after j)``, and the old state's decay."""
+    from_here, later = _suffix_sums(g)
+    return torch.exp(later), torch.exp(from_here[:, 0])
 
 
 def mamba2_step(
@@ -182,19 +128,18 @@ def mamba2_step(
     work = torch.promote_types(state.dtype, torch.float32)
     heads_per_group = x.shape[1] // B.shape[1]
 
-    rate = A.to(work)
     delta = _delta(dt[row], dt_bias, dt_softplus, work)
     x_new, b_new = x[row].to(work), B[row].to(work)
     c_new = C[row].to(work)
 
     x_ring, b_ring, delta_ring = _live_tokens((ring_x, ring_b, ring_decay), slot, start, length, window, work)
-    # Weight of token j: delta_j exp(A * sum of the deltas after j).
-    from_here, later = _suffix_sums(delta_ring)
-    weight, decay = delta_ring * torch.exp(rate * later), torch.exp(rate * from_here[:, 0])
-    history = _History(state, slot, length + 1 > window, x_ring, b_ring, weight, decay)
+    history = _History(state, slot, length + 1 > window, x_ring, b_ring, *_mamba2_weights(delta_ring, A))
 
     new_score = (b_new * c_new).sum(-1).repeat_interleave(heads_per_group, 1)
-    y = torch.exp(rate * delta)[..., None] * history.read(c_new) + (delta * new_score)[..., None] * x_new
+    y = (
+        torch.exp(A.to(work) * delta)[..., None] * history.read(c_new)
+        + (delta * new_score)[..., None] * x_new
+    )
     out[row] = _finish(y, x_new, D, None if z is None else z[row]).to(out.dtype)
 
     append = (start + length) % capacity
@@ -265,10 +210,7 @@ def gdn_step(
     g, beta = _gates(a[row], b[row], A_log, dt_bias, work)
     q_new, k_new = _queries_and_keys(q[row], k[row], qk_l2norm, work)
     u_ring, k_ring, g_ring = _live_tokens((ring_u, ring_k, ring_g), slot, start, length, window, work)
-    # Weight of token j: exp(sum of the gates after j).
-    from_here, later = _suffix_sums(g_ring)
-    weight, decay = torch.exp(later), torch.exp(from_here[:, 0])
-    history = _History(state, slot, length + 1 > window, u_ring, k_ring, weight, decay)
+    history = _History(state, slot, length + 1 > window, u_ring, k_ring, *_gdn_weights(g_ring))
 
     token_decay = torch.exp(g)[..., None]
     u = beta[..., None] * (v[row].to(work) - token_decay * history.read(k_new))
@@ -311,6 +253,52 @@ def gdn_native_step(
     new += u[..., None] * k_heads
     out[row] = (new * q_heads).sum(-1).to(out.dtype)
     state[slot] = new.to(state.dtype)
+
+
+def mamba2_materialize(
+    source: Tensor,
+    destination: Tensor,
+    prefix: Tensor,
+    A: Tensor,
+    state: Tensor,
+    ring_x: Tensor,
+    ring_b: Tensor,
+    ring_decay: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    window: int,
+    null_slot: int,
+) -> None:
+    """Ring tokens folded into states of other slots; see :func:`.ops.mamba2_materialize`."""
+    capacity, work = ring_x.shape[2], torch.promote_types(state.dtype, torch.float32)
+    slot, target, start, count = folded_rows(
+        source, destination, prefix, ring_start, ring_len, window, capacity, null_slot
+    )
+    x, b, delta = _live_tokens((ring_x, ring_b, ring_decay), slot, start, count, window, work)
+    folded = _fold(state[slot].to(work), x, b, *_mamba2_weights(delta, A))
+    state[target] = folded.to(state.dtype)
+
+
+def gdn_materialize(
+    source: Tensor,
+    destination: Tensor,
+    prefix: Tensor,
+    state: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    window: int,
+    null_slot: int,
+) -> None:
+    """Ring tokens folded into states of other slots; see :func:`.ops.gdn_materialize`."""
+    capacity, work = ring_u.shape[2], torch.promote_types(state.dtype, torch.float32)
+    slot, target, start, count = folded_rows(
+        source, destination, prefix, ring_start, ring_len, window, capacity, null_slot
+    )
+    u, k, g = _live_tokens((ring_u, ring_k, ring_g), slot, start, count, window, work)
+    state[target] = _fold(state[slot].to(work), u, k, *_gdn_weights(g)).to(state.dtype)
 
 
 def commit(

@@ -82,7 +82,7 @@ def signature_of(
         check: The full check, where it is that of neither steps nor cursor ops.
 
     Returns:
-        What the check returns: the :class:`.checks.Signature` of a step; None of a cursor op.
+        What the check returns: a :class:`.checks.Signature`; None of a cursor op.
 
     Raises:
         ArgumentError, SpecError: See :func:`.checks.check_step` and :func:`.checks.check_cursors`.

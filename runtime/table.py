@@ -22,7 +22,7 @@ from typing import Final
 
 from .codec import decode, encode, json_text
 from .errors import SpecError, TableError
-from .plan import Plan, Structure, Tile, Variant
+from .plan import PLAN_ROLES, Plan, Structure, Tile, Variant
 from .spec import Spec
 
 SCHEMA_VERSION: Final = 1
@@ -143,11 +143,8 @@ class Row:
         variants = len(self.plan.variants)
         _require(self.effective_batch >= 1, f"effective_batch {self.effective_batch} must be at least 1")
         _one_of("source", self.source, SOURCES)
-        native = self.plan.variants[0].structure.role == "native"
-        _require(
-            native == self.spec.is_native,
-            f"op '{self.spec.op}' cannot use plan {self.plan.key}",
-        )
+        legal = self.plan.roles in PLAN_ROLES[self.spec.op]
+        _require(legal, f"op '{self.spec.op}' cannot use plan {self.plan.key}")
         for name in ("module_digests", "binaries"):
             count = len(getattr(self, name))
             _require(count == variants, f"{name} has {count} entries for {variants} kernels of the plan")

@@ -18,10 +18,10 @@ from ..codegen import emit
 from ..codegen.compile import CompilePool, check_toolchain
 from ..codegen.space import broken_constraint
 from ..codegen.targets import Gpu, GpuError, TritonTarget, triton_target
-from ..runtime.defaults import default_plan
+from ..runtime.defaults import defaults_beside
 from ..runtime.errors import TableError
 from ..runtime.modules import package_folder
-from ..runtime.plan import Variant
+from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Binary, GpuInfo, Row, Table, load
 from . import models, request
@@ -190,8 +190,9 @@ def _add_users(entry: _Entry, users: dict[Kernel, list[str]]) -> None:
     for row in entry.table.rows:
         for variant in row.plan.variants:
             users.setdefault((row.spec, variant), []).append(entry.subject(row))
-        for variant in default_plan(row.spec).variants:
-            users.setdefault((row.spec, variant), [])
+        for spec, plan in defaults_beside(row.spec).items():
+            for variant in plan.variants:
+                users.setdefault((spec, variant), [])
 
 
 def compile_all(
@@ -283,9 +284,12 @@ def _changes(recorded: Binary, made: Binary | str) -> dict[str, tuple[int, int]]
 def _defaults(folders: Iterable[_Folder], work: _Check) -> None:
     """The computed default of every spec is a point of its space."""
     entries = (entry for folder in folders for entry in folder.tables)
-    for spec in dict.fromkeys(row.spec for entry in entries for row in entry.table.rows):
+    plans: dict[Spec, Plan] = {}
+    for row in (row for entry in entries for row in entry.table.rows):
+        plans |= defaults_beside(row.spec)
+    for spec, plan in plans.items():
         work.counts["defaults"] += 1
-        for variant in default_plan(spec).variants:
+        for variant in plan.variants:
             broken = broken_constraint(spec, variant)
             if broken:
                 work.find("default", spec.key, f"{variant.key} is not in the space: {broken}")

@@ -10,7 +10,7 @@ import pytest
 
 from replayssm_tune.codegen import emit, files
 from replayssm_tune.codegen.render import SHARED, module_digest, render
-from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.defaults import default_plan, defaults_beside
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.modules import module_name
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
@@ -36,6 +36,11 @@ def names(*plans, spec=samples.SPEC):
     return {module_name(spec, v.structure) for plan in plans for v in plan.variants}
 
 
+def beside(spec=samples.SPEC):
+    """Modules that serve beside the rows of a spec."""
+    return set().union(*(names(plan, spec=one) for one, plan in defaults_beside(spec).items()))
+
+
 def modules_in(folder):
     return {path.stem for path in (folder / "kernels").iterdir()}
 
@@ -49,11 +54,22 @@ def test_rows_of_steps_and_native_steps_get_their_modules_and_defaults(tmp_path)
     table = samples.table(row(), row(spec=native, plan=default_plan(native)))
     done = emit.emit(tmp_path, table)
     expected = names(SPLIT, default_plan(samples.SPEC)) | names(default_plan(native), spec=native)
+    folds = samples.SPEC.materialize
+    expected |= names(default_plan(folds), spec=folds)
     assert modules_in(tmp_path) == expected | set(SHARED)
     assert done.table_path == tmp_path / "tables" / "h200.json"
     assert load(done.table_path) == table
     assert set(done.written) == {f"kernels/{name}.py" for name in (*expected, *SHARED)} | {"tables/h200.json"}
     assert (done.rows, done.unchanged, done.removed) == (2, 0, ())
+
+
+def test_specs_of_one_ring_share_what_materialises_it():
+    gated = dataclasses.replace(samples.SPEC, has_z=True, has_d=False)
+    one, both = (emit.modules([samples.table(*rows)]) for rows in ([row()], [row(), row(spec=gated)]))
+    specific = [module for module in both.values() if not isinstance(module, str)]
+    folds = {spec for spec, structure in specific if structure.role == "materialize"}
+    assert folds == {samples.SPEC.materialize}
+    assert len(both) == len(one) + len(names(SPLIT, default_plan(gated), spec=gated))
 
 
 def test_files_are_the_renderings_byte_for_byte(tmp_path):
@@ -105,7 +121,7 @@ def test_modules_that_no_table_names_go_and_others_stay(tmp_path):
     (tmp_path / "tables" / "h200.json").unlink()
     done = emit.regenerate(tmp_path)
     assert {Path(path).stem for path in done.removed} == names(SPLIT)
-    assert modules_in(tmp_path) == names(plan, default_plan(samples.SPEC)) | {*SHARED, "mine"}
+    assert modules_in(tmp_path) == names(plan) | beside() | {*SHARED, "mine"}
 
 
 def test_nothing_goes_while_a_table_cannot_be_read(tmp_path):
@@ -155,7 +171,7 @@ def test_regenerating_repairs_modules_and_leaves_tables(tmp_path):
     assert times(tmp_path / "tables") == before
     assert done.rows == 2
     assert "1 rows are stale" in done.notes[0]
-    assert [event[:2] for event in seen] == [(i, 5) for i in range(1, 6)]
+    assert [event[:2] for event in seen] == [(i, 6) for i in range(1, 7)]
 
 
 def test_there_must_be_a_table_to_regenerate_from(tmp_path):

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from replayssm_tune.runtime.abi import tensor_arguments
-from replayssm_tune.runtime.contracts import GDN_NATIVE_STEP, GDN_STEP, MAMBA2_NATIVE_STEP, MAMBA2_STEP
-from replayssm_tune.runtime.plan import Structure
+from replayssm_tune.runtime.abi import launch_structure, tensor_arguments
+from replayssm_tune.runtime.contracts import (
+    GDN_MATERIALIZE,
+    GDN_NATIVE_STEP,
+    GDN_STEP,
+    MAMBA2_MATERIALIZE,
+    MAMBA2_NATIVE_STEP,
+    MAMBA2_STEP,
+)
 from replayssm_tune.runtime.spec import Spec
 from tests.interpreter import run_interpreted
 
@@ -36,20 +42,46 @@ def test_launches_agree_with_the_reference(name: str, native: bool, tmp_path: Pa
     assert max(found.values()) < 1e-4, found
 
 
-@pytest.mark.parametrize("contract", [MAMBA2_STEP, MAMBA2_NATIVE_STEP, GDN_STEP, GDN_NATIVE_STEP])
+RINGS = [
+    {"activation_dtype": "fp32", "ring_dtype": "fp32", "state_dtype": "fp32"},
+    {"activation_dtype": "fp16", "ring_dtype": "fp16", "state_dtype": "fp32"},
+    {"activation_dtype": "fp16", "ring_dtype": "fp16", "state_dtype": "fp16"},
+    {"activation_dtype": "fp32", "ring_dtype": "fp32", "state_dtype": "fp16"},
+]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtypes", RINGS, ids=lambda dtypes: "-".join(dtypes.values()))
+@pytest.mark.parametrize(("head_dim", "state_size"), [(16, 32), (20, 24)])
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+def test_folds_agree_with_the_reference(
+    family: str, head_dim: int, state_size: int, dtypes: dict[str, str], tmp_path: Path
+) -> None:
+    """Wrapped rings of every fill on a poisoned pool, any prefix, padded rows, rows in place."""
+    spec = Spec(family, "step", head_dim, state_size, 2, 4, has_d=False, **dtypes)  # type: ignore[arg-type]
+    for index_dtype, gap_bytes, split in (("int32", 16, False), ("int64", 4, True)):
+        found = run_interpreted(
+            "tests.runtime.launched:folds", spec.key, index_dtype, gap_bytes, split, str(tmp_path)
+        )
+        assert found["state"] < (1e-6 if spec.state_dtype == "fp32" else 1e-3), found
+        assert found["elsewhere"] == 0
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [MAMBA2_STEP, MAMBA2_NATIVE_STEP, MAMBA2_MATERIALIZE, GDN_STEP, GDN_NATIVE_STEP, GDN_MATERIALIZE],
+    ids=lambda contract: contract.name,
+)
 def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
-    window = 4 if contract.op == "step" else 0
-    structure = Structure("both" if contract.op == "step" else "native")
     by_kernel = {argument.kernel: argument for argument in contract.arguments}
     assert len(by_kernel) == len(contract.arguments)
     met = set()
     for has_d, has_z, has_dt_bias in itertools.product((False, True), repeat=3):
         if contract.family == "gdn" and (has_d or has_z):
             continue
-        spec = Spec(
-            contract.family, contract.op, 8, 16, 2, window, has_d=has_d, has_z=has_z, has_dt_bias=has_dt_bias
-        )
-        for argument in tensor_arguments(spec, structure):
+        step = Spec(contract.family, "step", 8, 16, 2, 4, has_d=has_d, has_z=has_z, has_dt_bias=has_dt_bias)
+        spec = {"native_step": step.native, "materialize": step.materialize}.get(contract.op, step)
+        for argument in tensor_arguments(spec, launch_structure(spec)):
             met.add(argument.name)
             # One stride per leading dimension of those tensors whose strides a kernel is given.
             assert len(argument.stride_dims) in (0, len(by_kernel[argument.name].dims) - 1)

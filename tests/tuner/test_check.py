@@ -66,7 +66,7 @@ def test_a_sound_folder(folder):
     checked = check(folder)
     assert failures(checked) == set()
     assert checked.counts == {
-        "tables": 1, "rows": 2, "files": 4, "kernels": 2, "binaries": 1, "defaults": 1,
+        "tables": 1, "rows": 2, "files": 5, "kernels": 3, "binaries": 1, "defaults": 2,
         "cells": checked.counts["cells"],
     }  # fmt: skip
     assert report.checked_info(checked)["exit"] == "OK"
@@ -148,12 +148,12 @@ def test_kernels_are_compiled_once_for_all_gpus_of_a_target(folder):
     compiler = Compiler()
     events: list[Event] = []
     checked = checking.check([folder], events.append, compiler=compiler)
-    assert [len(kernels) for _, kernels in compiler.calls] == [2, 2]
-    assert checked.counts["kernels"] == 4
+    assert [len(kernels) for _, kernels in compiler.calls] == [3, 3]
+    assert checked.counts["kernels"] == 6
     compiled = [event for event in events if event.phase == "compile"]
-    assert [event.done for event in compiled] == [0, 2, 2, 4]
-    assert {event.total for event in compiled} == {4}
-    assert [event.phase for event in events[:3]] == ["render"] * 3
+    assert [event.done for event in compiled] == [0, 3, 3, 6]
+    assert {event.total for event in compiled} == {6}
+    assert [event.phase for event in events[:4]] == ["render"] * 4
 
 
 def test_an_unknown_schema_is_found_and_the_rest_is_still_checked(folder):
@@ -190,8 +190,8 @@ def test_a_table_of_an_unknown_vendor(folder):
 
 def test_a_default_outside_of_its_space(folder, monkeypatch):
     monkeypatch.setattr(checking, "broken_constraint", lambda spec, variant: "block_p")
-    (finding,) = found(check(folder), "default")
-    assert (finding.subject, finding.failed) == (SMALL.key, True)
+    findings = found(check(folder), "default")
+    assert [(f.subject, f.failed) for f in findings] == [(SMALL.key, True), (SMALL.materialize.key, True)]
 
 
 def test_cells_are_promised_by_the_package_and_reported_elsewhere(folder):

@@ -72,7 +72,7 @@ def step(
         return
     ring_len = tl.load(ring_len_ptr + slot)
     ring_start = tl.load(ring_start_ptr + slot)
-    count = tl.minimum(tl.maximum(tl.load(prefix_ptr + row).to(tl.int32), 0), ring_len)
+    count = tl.minimum(tl.maximum(tl.load(prefix_ptr + row), 0), ring_len).to(tl.int32)
     # In place the ring would be folded again later, unless all of it is folded and then drained.
     if (destination == slot) & (count != ring_len):
         return

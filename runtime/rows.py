@@ -1,0 +1,127 @@
+"""Values of slots, cursors and row starts, which kernels do not look at, as calls on CPUs check them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError
+
+
+def live_rows(
+    slot_index: Tensor, null_slot: int, slots: int, name: str = "slot_index"
+) -> tuple[Tensor, Tensor]:
+    """Indices of the rows that are no padding, and their slots, int64; ``name`` is the tensor's in messages.
+
+    Raises:
+        ArgumentError: A slot is beyond the last one. Nothing has been written yet.
+    """
+    row = ((slot_index >= 0) & (slot_index != null_slot)).nonzero()[:, 0]
+    slot = slot_index[row].long()
+    beyond = (slot >= slots).nonzero()[:, 0]
+    if len(beyond):
+        first = int(beyond[0])
+        raise ArgumentError(
+            f"row {int(row[first])} names slot {int(slot[first])}, but there are {slots} slots",
+            hint=f"correct {name}, or mark padding by -1 or null_slot",
+        )
+    return row, slot
+
+
+def live_cursors(
+    row: Tensor, slot: Tensor, ring_start: Tensor, ring_len: Tensor, longest: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Starts and lengths, int32, of the rings of live rows.
+
+    Raises:
+        ArgumentError: A ring starts outside of its capacity or is longer than it may be. Nothing has
+            been written yet.
+    """
+    start, length = ring_start[slot], ring_len[slot]
+    bad = ((start < 0) | (start >= capacity) | (length < 0) | (length > longest)).nonzero()[:, 0]
+    if len(bad):
+        first = int(bad[0])
+        raise ArgumentError(
+            f"row {int(row[first])}: the ring of slot {int(slot[first])} has ring_start {int(start[first])} "
+            f"and ring_len {int(length[first])}, outside of 0 to {capacity - 1} and 0 to {longest}",
+            hint="reset the slot for a new sequence, and move cursors by commit and drained alone, with one "
+            "window and capacity",
+        )
+    return start, length
+
+
+def owned_tokens(
+    query_start: Tensor | None, slot_index: Tensor, num_tokens: int, tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """First token and number of tokens of each row, int64.
+
+    Args:
+        query_start: (rows + 1,); None where each row has ``num_tokens``.
+        slot_index: (rows,).
+        num_tokens: The most a row may have.
+        tokens: How many there are; None where nobody knows.
+
+    Raises:
+        ArgumentError: The entries are no packing of rows. Nothing has been written yet.
+    """
+    if query_start is None:
+        begin = torch.arange(len(slot_index), device=slot_index.device) * num_tokens
+        return begin, torch.full_like(begin, num_tokens)
+    bounds = query_start.long()
+    count, first, last = bounds.diff(), int(bounds[0]), int(bounds[-1])
+    bad = ((count < 0) | (count > num_tokens)).nonzero()[:, 0]
+    if first != 0 or last > (last if tokens is None else tokens) or len(bad):
+        what = f"query_start begins at {first} and ends at {last}"
+        if len(bad):
+            what = f"row {int(bad[0])} is given {int(count[bad[0]])} tokens"
+        there, most = ("", "") if tokens is None else (f", of {tokens} tokens in x", f" to at most {tokens}")
+        raise ArgumentError(
+            what + there,
+            hint=f"query_start goes from 0{most} in steps of 0 to num_tokens = {num_tokens}",
+        )
+    return bounds[:-1], count
+
+
+def folded_rows(
+    source: Tensor,
+    destination: Tensor,
+    prefix: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    window: int,
+    capacity: int,
+    null_slot: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of rows that are no padding: source, destination, start of the ring, tokens to fold; int64.
+
+    Raises:
+        ArgumentError: A slot or cursor is out of range, destinations meet each other or a source, or a row
+            folds a part of a ring into its own slot. Nothing has been written yet.
+    """
+    slots = len(ring_len)
+    ends = {"source": source, "destination": destination}
+    padded = (torch.minimum(source, destination) < 0) | (source == null_slot) | (destination == null_slot)
+    (row, slot), (_, target) = (
+        live_rows(end.masked_fill(padded, -1), null_slot, slots, name) for name, end in ends.items()
+    )
+    start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
+    count = torch.minimum(prefix[row].long().clamp(min=0), length.long())
+    in_place = target == slot
+    partial = (in_place & (count != length)).nonzero()[:, 0]
+    if len(partial):
+        i = int(partial[0])
+        raise ArgumentError(
+            f"row {int(row[i])} folds {int(count[i])} of {int(length[i])} ring tokens into their own slot "
+            f"{int(slot[i])}, which would fold them again later",
+            hint="give another destination, or fold all (prefix None) and call drained after the last layer",
+        )
+    number = torch.arange(len(row), device=row.device)
+    first = number.new_full((slots,), len(row)).scatter_reduce(0, target, number, "amin")
+    met = ((first[target] != number) | torch.isin(target, slot[~in_place])).nonzero()[:, 0]
+    if len(met):
+        i = int(met[0])
+        raise ArgumentError(
+            f"row {int(row[i])} writes slot {int(target[i])}, which another row reads or writes",
+            hint="make destinations distinct and sources of no other row, or use one call after the other",
+        )
+    return slot, target, start.long(), count
