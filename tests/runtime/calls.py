@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -108,3 +109,13 @@ def commit(given: dict[str, Any], accepted: Tensor | None = None) -> None:
 def copied(given: dict[str, Any]) -> dict[str, Any]:
     """The same call on memory of its own."""
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in given.items()}
+
+
+def captured(device: str, body: Callable[[], None]) -> Callable[[], None]:
+    """What replays ``body``: a CUDA graph, on a CPU the body itself."""
+    if device == "cpu":
+        return body
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph.replay

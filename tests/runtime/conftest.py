@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from replayssm_tune.codegen.render import render
-from replayssm_tune.runtime import modules, ops
+from replayssm_tune.runtime import compiled, modules, ops
 from replayssm_tune.runtime.compiled import ModuleSource
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
@@ -202,3 +203,19 @@ def renders(monkeypatch: pytest.MonkeyPatch, module_source: ModuleSource) -> Non
         return module_source(Spec.parse(spec), Structure(*structure.split(".")))
 
     monkeypatch.setattr(modules, "_renderer", lambda: find)
+
+
+@pytest.fixture
+def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function after whose call every compilation of this process raises."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a kernel was compiled where everything should have been")
+
+    def forbid() -> None:
+        monkeypatch.setattr(compiled, "compile_kernel", refuse)
+        monkeypatch.setattr(triton, "compile", refuse)
+        # Cursor ops go through the just-in-time path.
+        monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", refuse, raising=False)
+
+    return forbid

@@ -12,9 +12,10 @@ import torch
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.errors import ArgumentError
 from replayssm_tune.runtime.spec import Spec
-from tests.runtime.small_calls import (
-    CONTRACTS,
-)
+from replayssm_tune.tuner.pool import Pool, make_pool
+from tests.runtime.small_calls import CONTRACTS
+
+PARTS = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
 
 
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])
@@ -63,3 +64,125 @@ def test_sizes_of_caches_may_be_integers_of_numpy() -> None:
     # Too much for 32 bits.
     many = np.int32(2**28)
     assert ops.bytes_per_slot(spec, many, many // 2) == ops.bytes_per_slot(spec, 2**28, 2**27)
+
+
+SMALL = Spec("mamba2", "step", 8, 16, 2, 4, state_dtype="bf16")
+
+
+def filled(spec: Spec = SMALL, slots: int = 5, seed: int = 0, **sizes: Any) -> tuple[ops.Cache, Pool]:
+    """Strided views of a pool whose every byte is random, NaN of all kinds among them."""
+    g = torch.Generator().manual_seed(seed)
+    pool = make_pool(spec, slots, **({"heads": 4, "groups": 2} | sizes), generator=g, gap_bytes=4)
+    pool.storage.random_(0, 256, generator=g)
+    pool.ring_len.random_(0, 5, generator=g)
+    return ops.Cache(*(getattr(pool, name) for name in PARTS), family=spec.family), pool
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("spec", [SMALL, SMALL.native], ids=["ring", "native"])
+def test_snapshots_are_exact_and_in_memory_of_their_own(spec: Spec, index_dtype: torch.dtype) -> None:
+    (here, source), (there, target) = filled(spec, seed=1), filled(spec, slots=8, seed=2)
+    taken = torch.tensor([3, 0, 4], dtype=index_dtype)
+    given = torch.tensor([1, 7, 5], dtype=index_dtype)
+    kept = {name: bits(getattr(here, name)[taken.long()]) for name in PARTS}
+    before, cursors = target.storage.clone(), (target.ring_start.clone(), target.ring_len.clone())
+    snapshot = here.snapshot(taken)
+    for pool in (source.storage, source.ring_start, source.ring_len):
+        pool.zero_()
+    for _ in range(2):  # a snapshot may serve again
+        there.restore(snapshot, given)
+        for name in PARTS:
+            assert torch.equal(bits(getattr(there, name)[given.long()]), kept[name]), name
+    assert {getattr(snapshot.held, name).shape[0] for name in PARTS} == {3}
+    # Other slots and the gaps between rows keep their bytes.
+    mask = torch.zeros_like(target.storage)
+    for field in target.fields.values():
+        field.bytes_of(mask)[given.long()] = 1
+    assert not ((target.storage != before) & ~mask.bool()).any()
+    others = torch.tensor([0, 2, 3, 4, 6])
+    assert torch.equal(target.ring_start[others], cursors[0][others])
+    assert torch.equal(target.ring_len[others], cursors[1][others])
+
+
+def test_layers_with_shared_cursors_are_restored_one_by_one() -> None:
+    layers = [filled(seed=seed)[0] for seed in range(3)]
+    shared = {name: getattr(layers[0], name) for name in ("ring_start", "ring_len")}
+    layers = [dataclasses.replace(layer, **shared) for layer in layers]
+    slots, others = torch.tensor([2, 4]), torch.tensor([1, 3])
+    expected = [{name: bits(getattr(layer, name)[slots]) for name in PARTS} for layer in layers]
+    snapshots = [layer.snapshot(slots) for layer in layers]
+    ops.reset(torch.arange(5), **shared)
+    for layer, snapshot in zip(layers, snapshots, strict=True):
+        layer.restore(snapshot, others)
+    for layer, parts in zip(layers, expected, strict=True):
+        assert all(torch.equal(bits(getattr(layer, name)[others]), value) for name, value in parts.items())
+    assert not shared["ring_len"][slots].any()
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([1, 2], r"slots is \[1, 2\]; pass a tensor"),
+        (torch.tensor([[1, 2]]), r"slots is \(1, 2\) int64 on cpu; pass one dimension of int32 or int64"),
+        (torch.tensor([1.0, 2.0]), r"slots is \(2,\) float32 on cpu; pass one dimension"),
+        (torch.tensor([1, 2]).short(), r"slots is \(2,\) int16"),
+        (torch.tensor([1, -1]), "slots names -1, but there are 5 slots; name slots of live sequences alone"),
+        (torch.tensor([5, 1]), "slots names 5, but there are 5 slots"),
+        (torch.tensor([1, 2]).to("meta"), "slots is on meta, the cache on cpu; move slots there"),
+    ],
+)
+def test_odd_slots_of_snapshots_are_refused(slots: Any, message: str) -> None:
+    cache, pool = filled()
+    snapshot, before = cache.snapshot(torch.tensor([0, 1])), pool.storage.clone()
+    for call in (lambda: cache.snapshot(slots), lambda: cache.restore(snapshot, slots)):
+        with pytest.raises(ArgumentError, match=message):
+            call()
+    assert torch.equal(pool.storage, before)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "message"),
+    [
+        (
+            dataclasses.replace(SMALL, state_dtype="fp32"),
+            {},
+            r"state of .* \(4, 8, 16\) float32 .* bfloat16 on",
+        ),
+        (
+            dataclasses.replace(SMALL, ring_dtype="fp32"),
+            {},
+            r"ring_x of .* \(4, 5, 8\) float32 .* bfloat16 on",
+        ),
+        (SMALL, {"heads": 8, "groups": 4}, r"state of .* \(8, 8, 16\) .* \(4, 8, 16\)"),
+        (SMALL, {"capacity": 6}, r"ring_x of .* \(4, 6, 8\) .* \(4, 5, 8\) .*; restore it into a cache"),
+        (SMALL.native, {}, r"ring_x of .* \(4, 0, 8\)"),
+        (
+            Spec("gdn", "step", 8, 16, 2, 4, state_dtype="bf16", has_d=False),
+            {},
+            "a snapshot of gdn does not fit a cache of mamba2; restore it into a cache made with",
+        ),
+    ],
+)
+def test_snapshots_that_do_not_fit_are_refused(spec: Spec, sizes: dict[str, int], message: str) -> None:
+    cache, pool = filled()
+    snapshot, before = filled(spec, **sizes)[0].snapshot(torch.tensor([0, 1])), pool.storage.clone()
+    with pytest.raises(ArgumentError, match=message):
+        cache.restore(snapshot, torch.tensor([2, 3]))
+    assert torch.equal(pool.storage, before)
+
+
+def test_every_sequence_of_a_snapshot_gets_one_slot() -> None:
+    cache, pool = filled()
+    snapshot, before = cache.snapshot(torch.tensor([0, 1])), pool.storage.clone()
+    with pytest.raises(ArgumentError, match="3 slots are named for a snapshot of 2; name one for each"):
+        cache.restore(snapshot, torch.tensor([2, 3, 4]))
+    with pytest.raises(ArgumentError, match=r"slots \[3, 3\] name a slot twice; .* its own slot"):
+        cache.restore(snapshot, torch.tensor([3, 3]))
+    assert torch.equal(pool.storage, before)
+    # None at all is fine.
+    cache.restore(cache.snapshot(torch.tensor([], dtype=torch.int32)), torch.tensor([], dtype=torch.int64))
+    assert torch.equal(pool.storage, before)

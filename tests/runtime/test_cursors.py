@@ -182,8 +182,9 @@ def test_snapshot_moves_a_sequence(driver: Any, fill: int, first: int) -> None:
         ring = getattr(here, name)[slot]
         ring.copy_(ring.roll(shift, 1))
     here.ring_start[slot] = first
-    for name in ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len"):
-        getattr(there, name)[target] = getattr(here, name)[slot]
+    names = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
+    caches = [ops.Cache(*(getattr(pool, name) for name in names), spec.family) for pool in (here, there)]
+    caches[1].restore(caches[0].snapshot(torch.tensor([slot])), torch.tensor([target]))
     for step in scene:
         y = driver.launch(scene, here, step)
         driver.commit(scene, here, step)

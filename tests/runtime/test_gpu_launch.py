@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from replayssm_tune.codegen.targets import find
 from replayssm_tune.runtime import compiled, launch, lookup, ops, reference
+from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import DispatchError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import make_pool
@@ -30,6 +30,7 @@ from tests.runtime.calls import (
     P64_BF16,
     caches_of,
     call,
+    captured,
     commit,
     copied,
     random_call,
@@ -43,22 +44,6 @@ small_states = pytest.mark.parametrize("spec", [P64_BF16, GDN_BF16], ids=["mamba
 def family() -> str:
     """Scenes here name their specs, and by them their families: the driver runs them once."""
     return "mamba2"
-
-
-@pytest.fixture
-def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function after whose call every compilation of this process raises."""
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a kernel was compiled where everything should have been")
-
-    def forbid() -> None:
-        monkeypatch.setattr(compiled, "compile_kernel", refuse)
-        monkeypatch.setattr(triton, "compile", refuse)
-        # Cursor ops go through the just-in-time path.
-        monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", refuse, raising=False)
-
-    return forbid
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,16 +103,6 @@ def test_graph_replays_any_number_of_live_rows(
         assert torch.equal(pool.ring_len, other.ring_len)
         moved = ((pool.ring_len != length) | (pool.ring_start != start)).nonzero()[:, 0].tolist()
         assert set(moved) <= set(step.slots[:live].tolist())
-
-
-def captured(device: str, body: Callable[[], None]) -> Callable[[], None]:
-    """What replays ``body``: a CUDA graph, on a CPU the body itself."""
-    if device == "cpu":
-        return body
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return graph.replay
 
 
 @small_states
@@ -317,6 +292,8 @@ def test_strict_mode_refuses_and_served_plans_are_announced(
     monkeypatch.setenv(launch.STRICT_VARIABLE, "1")
     with pytest.raises(DispatchError, match=r"no table has a row for .*-w5-"):
         ask(untabled, device, index)
+    # Of what materialises states there are no rows.
+    assert launch.plan_for(untabled.materialize, 16, index) == default_plan(untabled.materialize)
     monkeypatch.setenv(launch.STRICT_VARIABLE, "0")
     batch = 16 * (37 if device == "cuda" else 41)
     expected = lookup.default_lookup().find(P64, batch, launch.gpu_info(index))
