@@ -12,6 +12,7 @@ from torch import Tensor
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.pool import Pool
 
 P64 = Spec("mamba2", "step", 64, 128, 16, 16)
 P64_BF16 = replace(P64, state_dtype="bf16")
@@ -31,6 +32,13 @@ def caches_of(given: dict[str, Any]) -> dict[str, str]:
     """The caches and cursors of a call: their names as fields of a cache, by their names in the call."""
     names = {GDN_CACHES.get(name, name): name for name in given}
     return {names[field]: field for field in (*CACHES, *CURSORS) if field in names}
+
+
+def cache_of(pool: Pool, spec: Spec) -> ops.Cache:
+    """The views of a pool as a cache."""
+    return ops.Cache(
+        pool.state, pool.ring_x, pool.ring_b, pool.ring_decay, pool.ring_start, pool.ring_len, spec.family
+    )
 
 
 def random_call(

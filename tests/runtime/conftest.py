@@ -21,6 +21,7 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.appends import expected_append
 from replayssm_tune.tuner.pool import Pool
 from replayssm_tune.tuner.trajectory import Step, Trajectory, relative_rms
+from tests.runtime.calls import cache_of
 
 
 @dataclass
@@ -71,10 +72,7 @@ def launch(trajectory: Trajectory, pool: Pool, step: Step, out: Tensor | None = 
     if spec.op == "native_step":
         given["state"] = pool.state
     else:
-        cache = ops.Cache(
-            pool.state, pool.ring_x, pool.ring_b, pool.ring_decay, pool.ring_start, pool.ring_len, spec.family
-        )
-        given |= {"window": spec.window, **cache.tensors()}
+        given |= {"window": spec.window, **cache_of(pool, spec).tensors()}
     return STEPS[spec.family][spec.op](**given)
 
 
@@ -162,8 +160,9 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def driver(family: str) -> Driver:
+    """Made anew for each test: modules that name another family must not leave theirs behind."""
     torch.set_num_threads(1)
     return Driver(make_spec=functools.partial(make_spec, family=family))
 

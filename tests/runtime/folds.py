@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.oracle import Entry, recurrence
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import Pool, make_pool
+from tests.runtime.calls import cache_of
 
-MATERIALIZE = {"mamba2": ops.mamba2_materialize, "gdn": ops.gdn_materialize}
+MATERIALIZE: dict[str, Callable[..., None]] = {"mamba2": ops.mamba2_materialize, "gdn": ops.gdn_materialize}
 
 
 @dataclass
@@ -30,13 +32,9 @@ class Fold:
 
     def given(self, **changes: Any) -> dict[str, Any]:
         """Keyword arguments of the call."""
-        pool = self.pool
-        cache = ops.Cache(
-            pool.state, pool.ring_x, pool.ring_b, pool.ring_decay, pool.ring_start, pool.ring_len,
-            self.spec.family,
-        )  # fmt: skip
-        given = {"source": self.source, "destination": self.destination, "prefix": self.prefix}
-        given |= {"window": self.spec.window, **cache.tensors()}
+        given: dict[str, Any] = {"source": self.source, "destination": self.destination}
+        given |= {"prefix": self.prefix, "window": self.spec.window}
+        given |= cache_of(self.pool, self.spec).tensors()
         if self.spec.family == "mamba2":
             given["A"] = self.A
         return given | changes
@@ -49,7 +47,7 @@ class Fold:
         """The same call on memory of its own."""
         old = self.pool
         storage = old.storage.clone()
-        views = {name: field.of(storage) for name, field in old.fields.items()}
+        views: dict[str, Any] = {name: field.of(storage) for name, field in old.fields.items()}
         start, length = old.ring_start.clone(), old.ring_len.clone()
         pool = replace(old, storage=storage, ring_start=start, ring_len=length, **views)
         return replace(self, pool=pool)

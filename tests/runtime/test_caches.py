@@ -13,6 +13,7 @@ from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.errors import ArgumentError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import Pool, make_pool
+from tests.runtime.calls import cache_of
 from tests.runtime.small_calls import CONTRACTS
 
 PARTS = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
@@ -75,7 +76,7 @@ def filled(spec: Spec = SMALL, slots: int = 5, seed: int = 0, **sizes: Any) -> t
     pool = make_pool(spec, slots, **({"heads": 4, "groups": 2} | sizes), generator=g, gap_bytes=4)
     pool.storage.random_(0, 256, generator=g)
     pool.ring_len.random_(0, 5, generator=g)
-    return ops.Cache(*(getattr(pool, name) for name in PARTS), family=spec.family), pool
+    return cache_of(pool, spec), pool
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

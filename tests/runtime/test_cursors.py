@@ -17,6 +17,7 @@ from replayssm_tune.codegen.render import render_cursors
 from replayssm_tune.runtime import ops, reference
 from replayssm_tune.tuner.pool import make_pool
 from replayssm_tune.tuner.trajectory import Trajectory
+from tests.runtime.calls import cache_of
 
 
 @st.composite
@@ -182,8 +183,7 @@ def test_snapshot_moves_a_sequence(driver: Any, fill: int, first: int) -> None:
         ring = getattr(here, name)[slot]
         ring.copy_(ring.roll(shift, 1))
     here.ring_start[slot] = first
-    names = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
-    caches = [ops.Cache(*(getattr(pool, name) for name in names), spec.family) for pool in (here, there)]
+    caches = [cache_of(pool, spec) for pool in (here, there)]
     caches[1].restore(caches[0].snapshot(torch.tensor([slot])), torch.tensor([target]))
     for step in scene:
         y = driver.launch(scene, here, step)
