@@ -12,11 +12,11 @@ import platformdirs
 
 from ..runtime.abi import CONSTEXPRS, parameters
 from ..runtime.errors import SpecError
-from ..runtime.modules import CURSORS, module_name
+from ..runtime.modules import module_name
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
 from .files import write
-from .render import render, render_cursors
+from .render import SHARED, render
 
 CACHE_DIR_VARIABLE: Final = "REPLAYSSM_CACHE_DIR"
 """Environment variable that names the folder of rendered modules."""
@@ -37,16 +37,17 @@ def render_to_cache(key: str, names: Sequence[str]) -> Path:
     """The tool's renderer (see :data:`..runtime.modules.RENDERERS`): into the user's cache.
 
     Args:
-        key: ``cursors``, or the canonical strings of spec and structure, joined by ``/``.
-        names: Parameters that the caller will pass, in order; empty for the cursors.
+        key: A name of :data:`.render.SHARED`, or the canonical strings of spec and structure, joined by
+            ``/``.
+        names: Parameters that the caller will pass, in order; empty for a shared module.
 
     Raises:
         SpecError: No such module, or its parameters are others: the caller is of another version.
         EmitError: The cache cannot be written.
     """
     folder = cache_folder()
-    if key == CURSORS:
-        return _store(folder, CURSORS, render_cursors())
+    if key in SHARED:
+        return _store(folder, key, SHARED[key]())
     spec_key, _, structure_key = key.partition("/")
     spec = Spec.parse(spec_key)
     try:

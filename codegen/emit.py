@@ -14,15 +14,18 @@ from pathlib import Path
 from ..runtime.defaults import defaults_beside
 from ..runtime.errors import TableError
 from ..runtime.lookup import read_folder
-from ..runtime.modules import CURSORS, module_name
+from ..runtime.modules import module_name
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
 from ..runtime.table import GpuInfo, Row, Table, dumps, gpu_slug, is_stale, load, merge
 from .files import emit_error, write
-from .render import GENERATED_MARK, module_digest, render, render_cursors
+from .render import GENERATED_MARK, SHARED, module_digest, render
 
 Progress = Callable[[int, int, str], None]
 """Told of every module: done, total, name."""
+
+Module = tuple[Spec, Structure] | str
+"""What a module is rendered from: spec and structure, or a name of :data:`.render.SHARED`."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,13 @@ def regenerate(folder: Path, progress: Progress | None = None) -> Emission:
     return Emission(**{**vars(done), "notes": (*done.notes, note) if stale else done.notes})
 
 
-def modules(tables: Iterable[Table]) -> dict[str, tuple[Spec, Structure] | None]:
+def modules(tables: Iterable[Table]) -> dict[str, Module]:
     """Modules that tables need, by name: of their rows, and of the default plans beside each spec.
 
     Defaults serve where no row does (another architecture, say), also in a slim package, and what
-    materialises states always. None stands for the cursor ops' module, which is always there.
+    materialises states always. The shared modules are always there.
     """
-    found: dict[str, tuple[Spec, Structure] | None] = {CURSORS: None}
+    found: dict[str, Module] = {name: name for name in SHARED}
     for table in tables:
         for row in table.rows:
             for spec, plan in ((row.spec, row.plan), *defaults_beside(row.spec).items()):
@@ -126,9 +129,9 @@ def modules(tables: Iterable[Table]) -> dict[str, tuple[Spec, Structure] | None]
     return dict(sorted(found.items()))
 
 
-def source(module: tuple[Spec, Structure] | None) -> str:
+def source(module: Module) -> str:
     """Source of a module of :func:`modules`."""
-    return render_cursors() if module is None else render(*module)
+    return SHARED[module]() if isinstance(module, str) else render(*module)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,7 +152,7 @@ def emitted(folder: Path) -> list[Path]:
 
 def _emit(
     folder: Path,
-    needed: dict[str, tuple[Spec, Structure] | None],
+    needed: dict[str, Module],
     texts: dict[Path, str],
     table_path: Path,
     rows: int,

@@ -6,9 +6,11 @@ import ast
 import functools
 import hashlib
 import importlib.resources
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from ..runtime.abi import CONSTEXPRS, next_power_of_two, parameters, ring_block
+from ..runtime.modules import CONVOLUTION, CURSORS
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
 
@@ -85,6 +87,16 @@ def render(spec: Spec, structure: Structure) -> str:
 def render_cursors() -> str:
     """Source of the cursor ops' module, the same for every spec: ``commit``, ``reset``, ``drained``."""
     return _tidy(_environment().get_template("cursors.py.jinja").render())
+
+
+@functools.cache
+def render_conv() -> str:
+    """Source of the convolution's module, the same for every spec: ``conv_step``, ``conv_seed``."""
+    return _tidy(_environment().get_template("conv_step.py.jinja").render())
+
+
+SHARED: Final[Mapping[str, Callable[[], str]]] = {CURSORS: render_cursors, CONVOLUTION: render_conv}
+"""Renderers of the modules that are the same for every spec, by the module's name."""
 
 
 def module_digest(source: str) -> str:

@@ -16,6 +16,7 @@ if "." not in __name__:
     )
 
 if TYPE_CHECKING:
+    from .conv import conv_seed, conv_step, warmup_conv
     from .errors import (
         ArgumentError,
         CompileError,
@@ -55,6 +56,7 @@ else:
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
         **dict.fromkeys(_OPS, "ops"),
+        **dict.fromkeys(("conv_seed", "conv_step", "warmup_conv"), "conv"),
         "Spec": "spec",
     }
 
@@ -80,6 +82,8 @@ __all__ = [
     "ToolchainError",
     "bytes_per_slot",
     "commit",
+    "conv_seed",
+    "conv_step",
     "drained",
     "gdn_materialize",
     "gdn_native_step",
@@ -90,4 +94,5 @@ __all__ = [
     "mamba2_step",
     "reset",
     "warmup",
+    "warmup_conv",
 ]

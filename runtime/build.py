@@ -8,13 +8,14 @@ analysis. Needs no GPU: any target can be compiled for on any machine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .abi import CONSTEXPRS, next_power_of_two, parameters, scalar_arguments, tensor_arguments
+from .abi import CONSTEXPRS, TensorArgument, next_power_of_two, scalar_arguments, tensor_arguments
 from .errors import CompileError
 from .plan import Structure, Tile, Variant
 from .spec import DTYPE_BYTES, Spec
@@ -57,27 +58,50 @@ def source(
         aligned: All pointers and strides of vector-loaded tensors are multiples of 16 bytes.
         tiled: The kernel takes the tile arguments (``coefficients`` does not).
     """
+    values = dict(zip(CONSTEXPRS, constants(variant.tile), strict=True)) if tiled else {}
     tensors = tensor_arguments(spec, variant.structure)
-    names = parameters(spec, variant.structure)
+    return typed(kernel, tensors, dtypes, scalar_arguments(spec, variant.structure), values, aligned=aligned)
+
+
+def typed(
+    kernel: Any,
+    tensors: Sequence[TensorArgument],
+    dtypes: Sequence[str | None],
+    scalars: Sequence[str],
+    values: Mapping[str, object],
+    *,
+    aligned: bool,
+    multiples: Sequence[str] = (),
+) -> ASTSource:
+    """The unit that Triton compiles, of any generated kernel: pointers, strides, scalars, constants.
+
+    Args:
+        kernel: A function of a generated module.
+        tensors: In the order of its pointers.
+        dtypes: As in :func:`source`; None for a tensor that is left out.
+        scalars: Its scalars, int32, in order.
+        values: Its ``tl.constexpr`` parameters, in order.
+        aligned: As in :func:`source`.
+        multiples: Scalars that are multiples of 16 where ``aligned``.
+    """
     signature: dict[str, str] = {}
+    left_out: dict[str, object] = {}
+    multiple_of = dict.fromkeys(multiples, ALIGNMENT_BYTES)
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        signature[tensor.pointer] = f"*{dtype}" if dtype else "constexpr"
+        if dtype is None:
+            left_out[tensor.pointer] = None
+        elif tensor.vectorized:
+            multiple_of[tensor.pointer] = ALIGNMENT_BYTES
+            multiple_of |= dict.fromkeys(tensor.strides, ALIGNMENT_BYTES // _ITEM_BYTES[dtype])
+    signature |= dict.fromkeys((name for tensor in tensors for name in tensor.strides), "i64")
+    signature |= dict.fromkeys(scalars, "i32")
+    signature |= dict.fromkeys(values, "constexpr")
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        if aligned and tensor.vectorized:
-            attributes[(names.index(tensor.pointer),)] = [["tt.divisibility", ALIGNMENT_BYTES]]
-        signature[tensor.pointer] = f"*{dtype}"
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        for stride in tensor.strides:
-            if aligned and tensor.vectorized:
-                elements = ALIGNMENT_BYTES // _ITEM_BYTES[dtype]
-                attributes[(names.index(stride),)] = [["tt.divisibility", elements]]
-            signature[stride] = "i64"
-    for name in scalar_arguments(spec, variant.structure):
-        signature[name] = "i32"
-    if not tiled:
-        return ASTSource(kernel, signature, {}, attributes)
-    signature |= dict.fromkeys(CONSTEXPRS, "constexpr")
-    values = dict(zip(CONSTEXPRS, constants(variant.tile), strict=True))
-    return ASTSource(kernel, signature, values, attributes)
+    if aligned:
+        names = tuple(signature)
+        attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in multiple_of.items()}
+    return ASTSource(kernel, signature, {**left_out, **values}, attributes)
 
 
 def options(tile: Tile) -> dict[str, object]:
@@ -109,11 +133,22 @@ def compile_kernel(
     """
     dtypes = dtypes or default_dtypes(spec, variant.structure)
     unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled)
+    return compile_unit(unit, options(variant.tile), target, f"{spec.key} {variant.key}")
+
+
+def compile_unit(
+    unit: ASTSource, stated: Mapping[str, object], target: GPUTarget, name: str
+) -> CompiledKernel:
+    """Compile ``unit`` with options as :func:`options` states them; ``name`` is for the message.
+
+    Raises:
+        CompileError: The compiler refused the kernel, or crashed on it.
+    """
     try:
-        return triton.compile(unit, target=target, options=options(variant.tile))
+        return triton.compile(unit, target=target, options=dict(stated))
     except Exception as error:
         detail = str(error).strip().splitlines()
         raise CompileError(
-            f"{spec.key} {variant.key} does not compile for {target.backend}:{target.arch} with triton "
+            f"{name} does not compile for {target.backend}:{target.arch} with triton "
             f"{triton.__version__}: {detail[-1] if detail else type(error).__name__}"
         ) from error

@@ -7,6 +7,7 @@ this; see :mod:`.signatures`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,24 +24,19 @@ MAX_ROWS: Final = 65535
 """Rows of one launch: the limit of a CUDA grid's second dimension."""
 
 
-@dataclass(frozen=True, eq=False)
-class Signature:
-    """A checked call of an op with a spec.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallSignature:
+    """A checked call of an operator whose kernels are launched by what its signature says.
 
-    ``strides`` and ``dtypes`` are by the names of :mod:`.abi` (``a``, ``b``, ``ring_x``, …); strides are
-    in elements, outermost first, innermost included.
+    ``strides`` and ``dtypes`` are by the names of kernels (of a step those of :mod:`.abi`: ``a``, ``b``,
+    ``ring_x``, …); strides are in elements, outermost first, innermost included.
     """
 
     contract: Contract
-    spec: Spec
     device: str
     """Device type: ``cpu``, ``cuda``."""
     rows: int
-    heads: int
-    groups: int
-    slots: int
-    capacity: int
-    """Tokens per ring; 0 for native steps."""
+    """Of the call, or of its output where that has others; for none nothing is launched."""
     strides: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     """``fp32``, ``bf16``, ``fp16``, ``i32`` or ``i64``."""
@@ -54,7 +50,19 @@ class Signature:
     apart: set[tuple[int, int, int]] = field(default_factory=set, compare=False)
     """Where out, the leading input and state lay in calls whose ``out`` overlapped nothing."""
     launcher: Any = None
-    """Set by :mod:`.launch` at the first launch: what need not be worked out again."""
+    """Set at the first launch: what need not be worked out again."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Signature(CallSignature):
+    """A checked call of an op with a spec."""
+
+    spec: Spec
+    heads: int
+    groups: int
+    slots: int
+    capacity: int
+    """Tokens per ring; 0 for native steps."""
 
     @property
     def effective_batch(self) -> int:
@@ -84,11 +92,7 @@ def check_step(contract: Contract, tensors: Sequence[Tensor | None], scalars: Se
             f"({_where(contract, 'groups')}); {many} must be a multiple of {few}, under tensor parallelism "
             "on each GPU"
         )
-    if rows > MAX_ROWS:
-        raise ArgumentError(
-            f"{op}: {contract.sized_by[0]} has {rows} rows, a launch takes at most {MAX_ROWS}; split the "
-            "batch"
-        )
+    check_rows(contract, rows)
     _whole_numbers(contract, scalars)
     spec = _spec(contract, tensors, scalars, sizes)
     capacity = sizes.get("capacity", 0)
@@ -100,31 +104,14 @@ def check_step(contract: Contract, tensors: Sequence[Tensor | None], scalars: Se
             "allocate longer rings or use a smaller window"
         )
     _measure(contract, tensors, sizes)
-    given = {
-        argument.kernel: tensor
-        for argument, tensor in zip(contract.arguments, tensors, strict=True)
-        if tensor is not None
-    }
-    strides = {name: tuple(tensor.stride()) for name, tensor in given.items()}
-    dtypes = {name: _name(tensor.dtype) for name, tensor in given.items()}
-    if "out" in contract.names:
-        # One that the op allocates itself is contiguous.
-        strides.setdefault("out", (heads * spec.head_dim, spec.head_dim, 1))
-        dtypes.setdefault("out", spec.activation_dtype)
     return Signature(
-        contract=contract,
+        **described(contract, tensors),
         spec=spec,
-        device=given["state"].device.type,
         rows=rows,
         heads=heads,
         groups=groups,
         slots=sizes["slots"],
         capacity=capacity,
-        strides=strides,
-        dtypes=dtypes,
-        requires_grad=any(tensor.requires_grad for tensor in given.values()),
-        out_bytes=_extent(given.get("out")),
-        apart_bytes=tuple(_extent(tensors[position]) for position in contract.apart),
     )
 
 
@@ -134,9 +121,7 @@ def check_cursors(contract: Contract, tensors: Sequence[Tensor | None], scalars:
     Raises:
         ArgumentError: A tensor or number does not fit; the message says which and why.
     """
-    _whole_numbers(contract, scalars)
-    sizes = _sizes(contract, tensors)
-    _measure(contract, tensors, sizes)
+    check_tensors(contract, tensors, scalars)
     numbers = {"window": 1, "num_tokens": 1, "capacity": 2}
     numbers |= {name: value for (_, name), value in zip(contract.scalars, scalars, strict=True)}
     window, num_tokens, capacity = numbers["window"], numbers["num_tokens"], numbers["capacity"]
@@ -151,6 +136,62 @@ def check_cursors(contract: Contract, tensors: Sequence[Tensor | None], scalars:
             f"num_tokens = {window + num_tokens}; pass the capacity of the step's rings: dimension 2 of "
             "ring_x or ring_u"
         )
+
+
+def check_tensors(
+    contract: Contract, tensors: Sequence[Tensor | None], scalars: Sequence[Any]
+) -> dict[str, int]:
+    """What a contract asks of each argument by itself; arguments as in :func:`check_step`.
+
+    Returns:
+        Sizes of the dimensions.
+
+    Raises:
+        ArgumentError: A tensor does not fit, or a scalar is no whole number.
+    """
+    _whole_numbers(contract, scalars)
+    sizes = _sizes(contract, tensors)
+    _measure(contract, tensors, sizes)
+    return sizes
+
+
+def check_rows(contract: Contract, rows: int) -> None:
+    """Refuse more rows than a launch takes.
+
+    Raises:
+        ArgumentError: There are more.
+    """
+    if rows > MAX_ROWS:
+        position, _ = contract.sizes_at["rows"]
+        raise ArgumentError(
+            f"{contract.name}: {contract.names[position]} has {rows} rows, a launch takes at most "
+            f"{MAX_ROWS}; split the batch"
+        )
+
+
+def described(contract: Contract, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    """What a :class:`CallSignature` says of tensors: all but its rows."""
+    given = {
+        argument.kernel: tensor
+        for argument, tensor in zip(contract.arguments, tensors, strict=True)
+        if tensor is not None
+    }
+    like = given[contract.kernel_names[contract.leading]]
+    strides = {name: tuple(tensor.stride()) for name, tensor in given.items()}
+    dtypes = {name: _name(tensor.dtype) for name, tensor in given.items()}
+    if "out" in contract.names:
+        # One that the op allocates itself is contiguous.
+        strides.setdefault("out", tuple(math.prod(like.shape[i + 1 :]) for i in range(like.dim())))
+        dtypes.setdefault("out", _name(like.dtype))
+    return {
+        "contract": contract,
+        "device": like.device.type,
+        "strides": strides,
+        "dtypes": dtypes,
+        "requires_grad": any(tensor.requires_grad for tensor in given.values()),
+        "out_bytes": _extent(given.get("out")),
+        "apart_bytes": tuple(_extent(tensors[position]) for position in contract.apart),
+    }
 
 
 def refuse_non_tensors(contract: Contract, tensors: Sequence[object]) -> None:
@@ -212,6 +253,7 @@ def _sizes(contract: Contract, tensors: Sequence[Tensor | None]) -> dict[str, in
         tensor = tensors[position]
         assert tensor is not None
         sizes[dim] = tensor.shape[dimension]
+    sizes["rows + 1"] = sizes["rows"] + 1
     return sizes
 
 
@@ -267,13 +309,11 @@ def _measure(contract: Contract, tensors: Sequence[Tensor | None], sizes: dict[s
     for argument, tensor in zip(contract.arguments, tensors, strict=True):
         if tensor is None:
             continue
-        dtypes = argument.dtypes
-        if isinstance(dtypes, str):
-            model = by_name[dtypes]
-            assert model is not None
-            dtypes = (_name(model.dtype),)
+        dtypes = (argument.dtypes,) if isinstance(argument.dtypes, str) else argument.dtypes
+        models = ((name, by_name.get(name)) for name in dtypes)
+        allowed = dict.fromkeys(name if model is None else _name(model.dtype) for name, model in models)
         shape = tuple(sizes[dim] for dim in argument.dims)
-        _tensor(contract.name, argument, tensor, shape, dtypes, like)
+        _tensor(contract.name, argument, tensor, shape, tuple(allowed), like)
 
 
 def _tensor(

@@ -137,7 +137,7 @@ def _launcher(
 ) -> Callable[..., None]:
     kernel = getattr(load_module(path), name)
     if not hasattr(kernel, "cache_key"):  # Triton's interpreter
-        return functools.partial(_interpret, kernel)
+        return functools.partial(interpret, kernel)
     return _compiled(path, name, spec, variant, dtypes, aligned, torch.cuda.current_device())
 
 
@@ -151,15 +151,26 @@ def _compiled(
     aligned: bool,
     device_index: int,
 ) -> Callable[..., None]:
-    global compilations
-    compilations += 1
     del device_index  # of the key alone: a binary is loaded per device
     kernel = getattr(load_module(path), name)
+
+    def compile_for(target: GPUTarget) -> Any:
+        return compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
+
+    return loaded(compile_for)
+
+
+def loaded(compile_for: Callable[[GPUTarget], Any]) -> Callable[..., None]:
+    """Compile for the current device and load; the result is that of :func:`bind_binary`.
+
+    Raises:
+        CompileError: As ``compile_for`` raises it.
+        ToolchainError: There is no C compiler.
+    """
+    global compilations
+    compilations += 1
     try:
-        target: GPUTarget = triton.runtime.driver.active.get_current_target()
-        return _bind(
-            compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
-        )
+        return bind_binary(compile_for(triton.runtime.driver.active.get_current_target()))
     except (RuntimeError, subprocess.CalledProcessError) as error:
         explain_launcher_error(error)
         raise
@@ -178,7 +189,8 @@ def explain_launcher_error(error: Exception) -> None:
         ) from error
 
 
-def _bind(compiled: Any) -> Callable[..., None]:
+def bind_binary(compiled: Any) -> Callable[..., None]:
+    """The launch of a compiled kernel: a function of blocks, rows, raw stream and all its parameters."""
     compiled._init_handles()
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
@@ -188,6 +200,7 @@ def _bind(compiled: Any) -> Callable[..., None]:
     return launch
 
 
-def _interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:
+def interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:
+    """As a function of :func:`bind_binary`, in Triton's interpreter."""
     del stream
     kernel[(blocks, rows)](*arguments)

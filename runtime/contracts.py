@@ -24,9 +24,10 @@ class Argument:
     """Name in the public function and in messages."""
     dims: tuple[str, ...]
     """Its dimensions, outermost first: ``rows``, ``heads``, ``groups``, ``head_dim``, ``state_size``,
-    ``slots``, ``capacity``."""
+    ``slots``, ``capacity``; of the convolution ``tokens``, ``channels``, ``width``. ``rows + 1`` is one more
+    than rows."""
     dtypes: tuple[str, ...] | str
-    """Short names of the dtypes it may have, or the name of the argument whose dtype it shares."""
+    """Short names of the dtypes it may have; the name of another argument stands for its dtype."""
     kernel: str = ""
     """Name in :mod:`.abi`; by default the public one."""
     optional: bool = False
@@ -51,15 +52,15 @@ class Contract:
 
     name: str
     arguments: tuple[Argument, ...]
-    """Tensors; a step's last one is ``out``."""
+    """Tensors; the last one of a step, or of the convolution, is ``out``."""
     scalars: tuple[tuple[str, str], ...]
     """(type in the schema, name) of each scalar in front of ``null_slot``; fields of its spec, if any."""
     sized_by: tuple[str, ...]
     """Arguments that say how large the dimensions are: each names the sizes of those not met before.
-    Others are measured against them, and all lie on the first one's device. A step's first one is also
-    what its output looks like."""
+    Others are measured against them, and all lie on the first one's device. Where there is an ``out``, the
+    first one is also what it looks like."""
     family: str = ""
-    """Family of what kernels of a spec serve; empty for cursor ops."""
+    """Family of what kernels of a spec serve; empty for what serves every family."""
     op: str = ""
     """What :class:`.spec.Spec` calls it."""
     dim_names: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -106,7 +107,7 @@ class Contract:
 
     @functools.cached_property
     def leading(self) -> int:
-        """Position of the tensor that lies where all others must; of a step, its output's model."""
+        """Position of the tensor that lies where all others must, the model of an ``out``."""
         return self.position(self.sized_by[0])
 
     @functools.cached_property
@@ -128,6 +129,7 @@ _READ_CURSORS: Final = (
     Argument("ring_len", ("slots",), ("i32",)),
 )
 _SLOT_INDEX: Final = Argument("slot_index", ("rows",), INDICES)
+_QUERY_START: Final = Argument("query_start", ("rows + 1",), ("i32",), optional=True)
 _STATE: Final = Argument(
     "state", ("slots", "heads", "head_dim", "state_size"), FLOATS, written=True, apart=True
 )
@@ -256,11 +258,38 @@ _SLOTS: Final = Argument("slots", ("rows",), INDICES)
 
 COMMIT: Final = Contract(
     "commit",
-    (Argument("accepted", ("rows",), INDICES), *_CURSORS, _SLOT_INDEX),
+    (Argument("accepted", ("rows",), INDICES), *_CURSORS, _SLOT_INDEX, _QUERY_START),
     (("int", "window"), ("int", "num_tokens"), ("int", "capacity")),
     sized_by=("slot_index", "ring_start"),
 )
 RESET: Final = Contract("reset", (_SLOTS, *_CURSORS), (), sized_by=("slots", "ring_start"))
 DRAINED: Final = Contract(
     "drained", (_SLOTS, *_CURSORS), (("int", "capacity"),), sized_by=("slots", "ring_start")
+)
+
+CONV_STEP: Final = Contract(
+    "conv_step",
+    (
+        Argument("x", ("tokens", "channels"), FLOATS, apart=True),
+        Argument("weight", ("channels", "width"), ("x", "fp32")),
+        Argument("bias", ("channels",), ("x", "fp32"), optional=True),
+        Argument("ring", ("slots", "capacity", "channels"), ("x", "fp32"), written=True, apart=True),
+        *_READ_CURSORS,
+        _SLOT_INDEX,
+        _QUERY_START,
+        Argument("out", ("tokens", "channels"), "x", optional=True, made=True, written=True),
+    ),
+    (("int", "window"), ("int", "num_tokens"), ("bool", "silu")),
+    sized_by=("x", "weight", "ring", "slot_index"),
+)
+CONV_SEED: Final = Contract(
+    "conv_seed",
+    (
+        Argument("history", ("rows", "width - 1", "channels"), FLOATS),
+        Argument("ring", ("slots", "capacity", "channels"), ("history", "fp32"), written=True),
+        _READ_CURSORS[0],
+        _SLOTS,
+    ),
+    (),
+    sized_by=("history", "ring"),
 )

@@ -24,27 +24,31 @@ def commit(
     window: int,
     num_tokens: int = 1,
     capacity: int,
+    query_start: Tensor | None = None,
     null_slot: int | None = None,
 ) -> None:
     """Move the cursors after a step of all layers; the only way back for rejected tokens.
 
     A row that flushed (``ring_len + num_tokens > window``): ``ring_start += ring_len`` (mod capacity),
-    ``ring_len = accepted``. Any other: ``ring_len += accepted``. Padded rows are left alone.
+    ``ring_len = accepted``. Any other: ``ring_len += accepted``. Padded rows are left alone, and of a packed
+    batch so are rows without tokens: those have not flushed either.
 
     Args:
-        accepted: (rows,) int32 or int64, tokens kept, 0 to num_tokens (clamped to that).
+        accepted: (rows,) int32 or int64, tokens kept, 0 to those of the row (clamped to that).
         ring_start: (slots,) int32; written.
         ring_len: (slots,) int32; written.
         slot_index: (rows,) int32 or int64, as in the step; no live slot twice.
         window: As in the step.
-        num_tokens: Tokens per row that the step was given.
+        num_tokens: Tokens per row that the step was given; the most where ``query_start`` is given.
         capacity: Tokens a ring has room for: dimension 2 of ``ring_x``, or of ``ring_u``.
+        query_start: (rows + 1,) int32, as in the step, where rows vary: row r has tokens
+            ``query_start[r]`` to ``query_start[r + 1] - 1``.
         null_slot: As in the step.
 
     Raises:
         ArgumentError: A tensor or number does not fit.
     """
-    tensors = (accepted, ring_start, ring_len, slot_index)
+    tensors = (accepted, ring_start, ring_len, slot_index, query_start)
     _commit(tensors, (window, num_tokens, capacity), null_slot)
 
 

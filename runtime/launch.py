@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from subprocess import CalledProcessError
 from typing import Any, Final
@@ -23,7 +23,7 @@ from .checks import Signature
 from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .lookup import announce, default_lookup
-from .modules import cursors_path, load_module, module_path
+from .modules import CURSORS, load_module, module_path, shared_path
 from .plan import Plan
 from .spec import Spec
 from .table import GpuInfo
@@ -71,44 +71,74 @@ def _compiled(
         return CompiledPlan(spec, plan.variants, module_path, dtypes, aligned=aligned)
 
 
-class _Launcher:
-    """What a signature's launches share."""
+class Launcher:
+    """What the launches of like calls share; one launch serves aligned pointers, another any.
+
+    Args:
+        names: Of the tensors of a call, in the order of its contract, as kernels name them.
+        arguments: The kernel's tensors.
+        strides: In elements, by name; needed of tensors whose strides the kernel takes.
+        dtypes: Short names, by name of the tensor; those without one are left out.
+        device_index: CUDA device.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        arguments: Sequence[TensorArgument],
+        strides: Mapping[str, Sequence[int]],
+        dtypes: Mapping[str, str],
+        device_index: int,
+    ) -> None:
+        self._device_index = device_index
+        self._dtypes = tuple(dtypes.get(a.name) for a in arguments)
+        self._strides = tuple(s for a in arguments for s in _strides(a, strides))
+        positions = {name: i for i, name in enumerate(names)}
+        self._in_kernel_order = itemgetter(*(positions[a.name] for a in arguments))
+        self._vectorized = tuple(positions[a.name] for a in arguments if a.vectorized)
+        self._strides_aligned = not any(
+            stride * TORCH_DTYPES[dtypes[a.name]].itemsize % ALIGNMENT_BYTES
+            for a in arguments if a.vectorized for stride in _strides(a, strides)
+        )  # fmt: skip
+        self._launches: list[Launch | None] = [None, None]
+
+    def prepare(self, aligned: bool) -> Launch:
+        """Compile; the launch for pointers and strides that are, or are not, multiples of 16 bytes."""
+        raise NotImplementedError
+
+    def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
+        """Launch on the current stream; ``tensors`` in the order of the contract.
+
+        Raises:
+            CompileError: A kernel does not compile.
+        """
+        aligned = self._strides_aligned
+        if aligned:
+            pointers = 0
+            for index in self._vectorized:
+                pointers |= tensors[index].data_ptr()
+            aligned = not pointers % ALIGNMENT_BYTES
+        launch = self._launches[aligned]
+        if launch is None:
+            launch = self._launches[aligned] = self.prepare(aligned)
+        launch(self._in_kernel_order(tensors), null_slot, _raw_stream(self._device_index))
+
+
+class _PlanLauncher(Launcher):
+    """By the plan that serves a signature."""
 
     def __init__(self, signature: Signature, device_index: int) -> None:
         spec = signature.spec
-        arguments, scalar_names = _arguments(spec), scalar_arguments(spec, launch_structure(spec))
-        self.device_index = device_index
-        strides = tuple(s for a in arguments for s in signature.strides[a.name][: len(a.stride_dims)])
-        scalars = (signature.capacity,) if "ring_capacity" in scalar_names else ()
-        self._shape = (signature.rows, signature.heads, strides, scalars)
-        self._dtypes = tuple(signature.dtypes[a.name] for a in arguments)
+        names, scalar_names = signature.contract.kernel_names, scalar_arguments(spec, launch_structure(spec))
+        super().__init__(names, _arguments(spec), signature.strides, signature.dtypes, device_index)
+        self._rows, self._heads = signature.rows, signature.heads
+        self._scalars = (signature.capacity,) if "ring_capacity" in scalar_names else ()
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
-        positions = {name: i for i, name in enumerate(signature.contract.kernel_names)}
-        self._in_kernel_order = itemgetter(*(positions[a.name] for a in arguments))
-        self.vectorized = tuple(positions[a.name] for a in arguments if a.vectorized)
-        self.strides_aligned = all(_is_aligned(a, signature) for a in arguments)
-        self._launches: list[Launch | None] = [None, None]
 
-    def _launch(self, aligned: bool) -> Launch:
-        """The launch for pointers that are, or are not, multiples of 16 bytes."""
-        compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self.device_index)
-        launch = self._launches[aligned] = compiled.bind(*self._shape)
-        return launch
-
-    def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
-        """Launch on the current stream; ``tensors`` in the order of the signature's contract.
-
-        Raises:
-            CompileError: The plan's kernels do not compile.
-        """
-        aligned = self.strides_aligned
-        if aligned:
-            pointers = 0
-            for index in self.vectorized:
-                pointers |= tensors[index].data_ptr()
-            aligned = not pointers % ALIGNMENT_BYTES
-        launch = self._launches[aligned] or self._launch(aligned)
-        launch(self._in_kernel_order(tensors), null_slot, _raw_stream(self.device_index))
+    def prepare(self, aligned: bool) -> Launch:
+        dtypes = tuple(dtype for dtype in self._dtypes if dtype)
+        compiled = _compiled(self._spec, self._plan, dtypes, aligned, self._device_index)
+        return compiled.bind(self._rows, self._heads, self._strides, self._scalars)
 
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
@@ -116,25 +146,24 @@ def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
     return tensor_arguments(spec, launch_structure(spec))
 
 
-def _is_aligned(argument: TensorArgument, signature: Signature) -> bool:
-    size = TORCH_DTYPES[signature.dtypes[argument.name]].itemsize
-    strides = signature.strides[argument.name][: len(argument.stride_dims)]
-    return not argument.vectorized or not any(stride * size % ALIGNMENT_BYTES for stride in strides)
+def _strides(argument: TensorArgument, strides: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """The strides of ``argument`` that its kernel takes."""
+    return strides[argument.name][: len(argument.stride_dims)] if argument.stride_dims else ()
 
 
-def prepare(signature: Signature, device_index: int) -> _Launcher:
+def prepare(signature: Signature, device_index: int) -> Launcher:
     """What launches calls with ``signature``, worked out once and kept with it.
 
     Raises:
         DispatchError: Strict mode, and no table has a row.
     """
-    launcher = _Launcher(signature, device_index)
+    launcher = _PlanLauncher(signature, device_index)
     object.__setattr__(signature, "launcher", launcher)
     return launcher
 
 
 def _cursor_kernel(name: str) -> Any:
-    return getattr(load_module(cursors_path()), name)
+    return getattr(load_module(shared_path(CURSORS)), name)
 
 
 def _launch_cursors(name: str, rows: int, *arguments: object) -> None:
@@ -151,6 +180,7 @@ def launch_commit(
     ring_start: Tensor,
     ring_len: Tensor,
     slot_index: Tensor,
+    query_start: Tensor | None,
     window: int,
     num_tokens: int,
     capacity: int,
@@ -160,7 +190,8 @@ def launch_commit(
     rows = slot_index.shape[0]
     if rows:
         scalars = (rows, window, num_tokens, capacity, null_slot)
-        _launch_cursors("commit", rows, accepted, ring_start, ring_len, slot_index, *scalars)
+        tensors = (accepted, ring_start, ring_len, slot_index, query_start)
+        _launch_cursors("commit", rows, *tensors, *scalars)
 
 
 def launch_reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
@@ -200,7 +231,8 @@ def compile_ahead(
     with torch.cuda.device(device_index):
         slots = torch.full((1,), -1, dtype=index_dtype, device="cuda")
         cursor = torch.zeros(1, dtype=torch.int32, device="cuda")
-        launch_commit(slots, cursor, cursor, slots, 1, 1, 2, -1)
+        for query_start in (None, torch.zeros(2, dtype=torch.int32, device="cuda")):
+            launch_commit(slots, cursor, cursor, slots, query_start, 1, 1, 2, -1)
         launch_reset(slots, cursor, cursor, -1)
         launch_drained(slots, cursor, cursor, 2, -1)
     return len(plans)

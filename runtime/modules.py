@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from .compiled import ModuleSource
 
 CURSORS: Final = "cursors"
-"""Name and key of the module of the cursor ops."""
+"""Name and key of the module of the cursor ops, one for every spec."""
+
+CONVOLUTION: Final = "conv_step"
+"""Name and key of the module of the short convolution, one for every spec."""
 
 RENDERERS: Final = "replayssm.renderers"
 """Entry point group of renderers: functions of (module key, parameter names) that return a file's path.
@@ -95,16 +98,19 @@ def module_path(spec: Spec, structure: Structure) -> Path:
 
 
 @functools.cache
-def cursors_path() -> Path:
-    """File of the cursor ops' module: this package's, or rendered on first use.
+def shared_path(name: str) -> Path:
+    """File of a module that is the same for every spec: this package's, or rendered on first use.
+
+    Args:
+        name: :data:`CURSORS` or :data:`CONVOLUTION`.
 
     Raises:
         DispatchError: As :func:`module_path`.
     """
-    path = package_folder() / "kernels" / f"{CURSORS}.py"
+    path = package_folder() / "kernels" / f"{name}.py"
     if path.is_file():
         return path
-    return _rendered(CURSORS, (), f"this package lacks {path}", "install the package again")
+    return _rendered(name, (), f"this package lacks {path}", "install the package again")
 
 
 def _rendered(key: str, names: tuple[str, ...], missing: str, advice: str) -> Path:

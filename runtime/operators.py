@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .checks import Signature, check_cursors, check_step, is_whole, refuse_gradients, refuse_non_tensors
+from .checks import CallSignature, check_cursors, check_step, is_whole, refuse_gradients, refuse_non_tensors
 from .contracts import Contract
 from .errors import ArgumentError, ToolchainError
-from .signatures import Tensors, check_out, signature_of
+from .signatures import Check, Tensors, check_out, signature_of
 from .spec import MAX_WINDOW
 
 NAMESPACE: Final = (__package__ or "replayssm").removesuffix(".runtime").replace(".", "_")
@@ -35,8 +35,8 @@ _library_type: Any = torch.library.Library
 _LIBRARY: Final = _library_type(NAMESPACE, "FRAGMENT")
 
 
-def late(function: str) -> Callable[..., Any]:
-    """A function of :mod:`.launch`, imported at the first call: importing the ops needs no Triton.
+def late(function: str, module: str = "launch") -> Callable[..., Any]:
+    """A function of a module that launches, imported at the first call: importing the ops needs no Triton.
 
     The function raises ToolchainError where Triton is missing or broken.
     """
@@ -46,13 +46,13 @@ def late(function: str) -> Callable[..., Any]:
         nonlocal target
         if target is None:
             try:
-                target = getattr(importlib.import_module(".launch", __package__), function)
+                target = getattr(importlib.import_module(f".{module}", __package__), function)
             except ImportError as error:
                 if (error.name or "").partition(".")[0] != "triton":
                     raise
                 raise ToolchainError(
                     f"triton, which compiles the kernels for CUDA tensors, cannot be imported: {error}",
-                    where=f"{function} of {__package__}.launch",
+                    where=f"{function} of {__package__}.{module}",
                     hint="install a triton that fits this torch, or call the ops on CPU tensors: those need "
                     "none",
                 ) from error
@@ -61,22 +61,20 @@ def late(function: str) -> Callable[..., Any]:
     return call
 
 
-_prepare = late("prepare")
-
-
 class _Operator:
     """What all kinds share: registration, and the choice of a way for each call.
 
     Args:
         contract: What the operator takes.
         cpu: Implementation on CPUs: tensors, scalars and the null slot, one after the other.
+        check: See :func:`.signatures.signature_of`.
     """
 
-    def __init__(self, contract: Contract, cpu: Callable[..., None]) -> None:
-        self._contract, self._cpu = contract, cpu
+    def __init__(self, contract: Contract, cpu: Callable[..., None], check: Check | None = None) -> None:
+        self._contract, self._cpu, self._check = contract, cpu, check
         self._leading, self._pool = contract.leading, contract.pool
         name, count = contract.name, len(contract.arguments)
-        check = check_step if contract.family else check_cursors
+        full: Check = check or (check_step if contract.family else check_cursors)
 
         # What the dispatcher calls, on whatever device, checks for itself: modes, subclasses and compiled
         # code come by it without the checks of a direct call.
@@ -84,7 +82,7 @@ class _Operator:
             self._checked(arguments[:count], arguments[count:-1], arguments[-1])
 
         def fake(*arguments: Any) -> None:
-            check(contract, arguments[:count], arguments[count:-1])
+            full(contract, arguments[:count], arguments[count:-1])
 
         _LIBRARY.define(contract.schema)
         for device in ("CPU", "CUDA"):
@@ -96,24 +94,41 @@ class _Operator:
         raise NotImplementedError
 
 
-class _PlanOperator(_Operator):
-    """What kernels of a spec serve, by the plan for it."""
+class _SignedOperator(_Operator):
+    """What is launched by what its signature keeps.
+
+    Args:
+        contract: See :class:`_Operator`.
+        cpu: See :class:`_Operator`.
+        prepare: From a signature and the device's index, what launches it; by default the plan of its spec.
+        check: See :func:`.signatures.signature_of`; returns a :class:`.checks.CallSignature`.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        cpu: Callable[..., None],
+        prepare: Callable[..., Any] | None = None,
+        check: Check | None = None,
+    ) -> None:
+        super().__init__(contract, cpu, check)
+        self._prepare = prepare or late("prepare")
 
     def _checked(self, tensors: Tensors, scalars: tuple[Any, ...], null: int) -> None:
-        self._run(tensors, scalars, null, signature_of(self._contract, tensors, scalars))
+        self._run(tensors, scalars, null, signature_of(self._contract, tensors, scalars, self._check))
 
-    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: Signature) -> None:
+    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: CallSignature) -> None:
         if not signature.rows:
             return
         if signature.device == "cuda":
-            launcher = signature.launcher or _prepare(signature, tensors[0].get_device())
+            launcher = signature.launcher or self._prepare(signature, tensors[0].get_device())
             launcher.launch(tensors, null)
         else:
             self._cpu(*tensors, *scalars, null)
 
 
-class StepOperator(_PlanOperator):
-    """A step."""
+class StepOperator(_SignedOperator):
+    """An operator with an ``out``: a step, or the convolution."""
 
     def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> Tensor:
         """Run it; tensors and scalars are in the contract's order, ``out`` may be None.
@@ -124,7 +139,7 @@ class StepOperator(_PlanOperator):
         null = -1 if null_slot is None else _null(null_slot)
         out: Tensor | None = tensors[-1]
         if goes_direct(tensors[0], tensors[self._pool]):
-            signature = signature_of(self._contract, tensors, scalars)
+            signature = signature_of(self._contract, tensors, scalars, self._check)
             if signature.requires_grad and torch.is_grad_enabled():
                 refuse_gradients(self._contract, tensors)
             if out is None:
@@ -147,12 +162,12 @@ class StepOperator(_PlanOperator):
         return out
 
     def _checked(self, tensors: Tensors, scalars: tuple[Any, ...], null: int) -> None:
-        signature = signature_of(self._contract, tensors, scalars)
+        signature = signature_of(self._contract, tensors, scalars, self._check)
         check_out(tensors, signature)
         self._run(tensors, scalars, null, signature)
 
 
-class MaterializeOperator(_PlanOperator):
+class MaterializeOperator(_SignedOperator):
     """What folds rings into states; it returns nothing."""
 
     def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> None:
@@ -173,10 +188,23 @@ class MaterializeOperator(_PlanOperator):
 
 
 class CursorOperator(_Operator):
-    """A cursor op; ``cuda`` is what ``cpu`` is, on a GPU."""
+    """An operator without an ``out``: a cursor op, or the seeding of a ring.
 
-    def __init__(self, contract: Contract, cpu: Callable[..., None], cuda: Callable[..., None]) -> None:
-        super().__init__(contract, cpu)
+    Args:
+        contract: See :class:`_Operator`.
+        cpu: See :class:`_Operator`.
+        cuda: What ``cpu`` is, on a GPU.
+        check: See :func:`.signatures.signature_of`.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        cpu: Callable[..., None],
+        cuda: Callable[..., None],
+        check: Check | None = None,
+    ) -> None:
+        super().__init__(contract, cpu, check)
         self._cuda = cuda
 
     def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> None:
@@ -189,7 +217,7 @@ class CursorOperator(_Operator):
         self._overload(*tensors, *scalars, null)
 
     def _checked(self, tensors: Tensors, scalars: tuple[Any, ...], null: int) -> None:
-        signature_of(self._contract, tensors, scalars)
+        signature_of(self._contract, tensors, scalars, self._check)
         run = self._cuda if tensors[0].is_cuda else self._cpu
         run(*tensors, *scalars, null)
 
@@ -206,6 +234,21 @@ def goes_direct(first: Tensor, second: Tensor) -> bool:
         and _tracing_state() is None
         and not first.is_meta
     )
+
+
+def cuda_index(device: torch.device | str) -> int:
+    """Index of a CUDA device that a warm-up is asked for.
+
+    Raises:
+        ToolchainError: There is none.
+    """
+    if not torch.cuda.is_available():
+        raise ToolchainError(
+            "there is no CUDA device to warm up, or torch was built without CUDA",
+            hint="skip warmup on a CPU: the ops compile nothing there",
+        )
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
 
 
 def _null(null_slot: int) -> int:

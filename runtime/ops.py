@@ -32,8 +32,7 @@ from .contracts import (
     MAMBA2_STEP,
 )
 from .cursors import commit, drained, reset
-from .errors import ToolchainError
-from .operators import NAMESPACE, MaterializeOperator, StepOperator, late
+from .operators import NAMESPACE, MaterializeOperator, StepOperator, cuda_index, late
 from .spec import Spec
 
 __all__ = [
@@ -362,12 +361,5 @@ def warmup(
         CompileError: A kernel does not compile.
         ToolchainError: There is no CUDA device, no triton or no C compiler.
     """
-    if not torch.cuda.is_available():
-        raise ToolchainError(
-            "there is no CUDA device to warm up, or torch was built without CUDA",
-            hint="skip warmup on a CPU: the ops compile nothing there",
-        )
-    index = torch.device(device).index
-    device_index = torch.cuda.current_device() if index is None else index
-    compiled: int = _compile_ahead(spec, effective_batches, device_index, index_dtype, aligned)
+    compiled: int = _compile_ahead(spec, effective_batches, cuda_index(device), index_dtype, aligned)
     return compiled

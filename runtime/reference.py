@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .oracle import softplus
-from .rows import folded_rows, live_cursors, live_rows
+from .rows import folded_rows, live_cursors, live_rows, owned_tokens
 
 
 class _History:
@@ -306,15 +306,17 @@ def commit(
     ring_start: Tensor,
     ring_len: Tensor,
     slot_index: Tensor,
+    query_start: Tensor | None,
     window: int,
     num_tokens: int,
     capacity: int,
     null_slot: int,
 ) -> None:
     """Advance the cursors after a step; see :func:`.cursors.commit`."""
-    row, slot = live_rows(slot_index, null_slot, len(ring_len))
+    _, count = owned_tokens(query_start, slot_index, num_tokens)
+    row, slot = live_rows(torch.where(count > 0, slot_index, -1), null_slot, len(ring_len))
     start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
-    kept = accepted[row].clamp(0, num_tokens).to(ring_len.dtype)
+    kept = torch.minimum(accepted[row].clamp(min=0), count[row]).to(ring_len.dtype)
     flushed = length + num_tokens > window
     ring_start[slot] = torch.where(flushed, (start + length) % capacity, start)
     ring_len[slot] = torch.where(flushed, kept, length + kept)

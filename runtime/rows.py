@@ -1,4 +1,4 @@
-"""Values of slots and cursors, which kernels do not look at, as calls on CPUs check them."""
+"""Values of slots, cursors and row starts, which kernels do not look at, as calls on CPUs check them."""
 
 from __future__ import annotations
 
@@ -48,6 +48,38 @@ def live_cursors(
             "window and capacity",
         )
     return start, length
+
+
+def owned_tokens(
+    query_start: Tensor | None, slot_index: Tensor, num_tokens: int, tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """First token and number of tokens of each row, int64.
+
+    Args:
+        query_start: (rows + 1,); None where each row has ``num_tokens``.
+        slot_index: (rows,).
+        num_tokens: The most a row may have.
+        tokens: How many there are; None where nobody knows.
+
+    Raises:
+        ArgumentError: The entries are no packing of rows. Nothing has been written yet.
+    """
+    if query_start is None:
+        begin = torch.arange(len(slot_index), device=slot_index.device) * num_tokens
+        return begin, torch.full_like(begin, num_tokens)
+    bounds = query_start.long()
+    count, first, last = bounds.diff(), int(bounds[0]), int(bounds[-1])
+    bad = ((count < 0) | (count > num_tokens)).nonzero()[:, 0]
+    if first != 0 or last > (last if tokens is None else tokens) or len(bad):
+        what = f"query_start begins at {first} and ends at {last}"
+        if len(bad):
+            what = f"row {int(bad[0])} is given {int(count[bad[0]])} tokens"
+        there, most = ("", "") if tokens is None else (f", of {tokens} tokens in x", f" to at most {tokens}")
+        raise ArgumentError(
+            what + there,
+            hint=f"query_start goes from 0{most} in steps of 0 to num_tokens = {num_tokens}",
+        )
+    return bounds[:-1], count
 
 
 def folded_rows(

@@ -13,12 +13,15 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from .checks import Signature, check_cursors, check_step
+from .checks import CallSignature, check_cursors, check_step
 from .contracts import Contract
 from .errors import ArgumentError
 
 Tensors = tuple[Any, ...]
 """A call's tensors in the order of its contract; absent ones are None."""
+
+Check = Callable[[Contract, Tensors, tuple[Any, ...]], Any]
+"""A full check of contract, tensors and scalars; what it returns is kept."""
 
 _MAX_KEYS: Final = 4096
 _MAX_PER_KEY: Final = 64
@@ -67,21 +70,24 @@ def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
 _known: dict[Any, list[tuple[Callable[[Tensors], Tensors], Callable[..., bool], tuple[int, ...], Any]]] = {}
 
 
-def signature_of(contract: Contract, tensors: Tensors, scalars: tuple[Any, ...]) -> Any:
+def signature_of(
+    contract: Contract, tensors: Tensors, scalars: tuple[Any, ...], check: Check | None = None
+) -> Any:
     """What is known of a call, which is checked in full the first time one like it is met.
 
     Args:
         contract: The operator's.
         tensors: In its order; the first is a tensor.
         scalars: In its order.
+        check: The full check, where it is that of neither steps nor cursor ops.
 
     Returns:
-        The :class:`.checks.Signature`; None of a cursor op.
+        What the check returns: a :class:`.checks.Signature`; None of a cursor op.
 
     Raises:
         ArgumentError, SpecError: See :func:`.checks.check_step` and :func:`.checks.check_cursors`.
     """
-    key = contract.name, tensors[0].shape, scalars, scalars and type(scalars[0])  # 4.0 is equal to 4
+    key = contract.name, tensors[0].shape, scalars, (*map(type, scalars),)  # 4.0 is equal to 4
     for given, guard, absent, signature in _known.get(key, ()):
         if guard(*given(tensors)):
             for position in absent:
@@ -89,13 +95,13 @@ def signature_of(contract: Contract, tensors: Tensors, scalars: tuple[Any, ...])
                     break
             else:
                 return signature
-    check = check_step if contract.family else check_cursors
+    check = check or (check_step if contract.family else check_cursors)
     signature = check(contract, tensors, scalars)
     _remember(key, tensors, signature)
     return signature
 
 
-def _remember(key: Any, tensors: Tensors, signature: Signature | None) -> None:
+def _remember(key: Any, tensors: Tensors, signature: CallSignature | None) -> None:
     if len(_known) >= _MAX_KEYS:
         _known.clear()
     same_key = _known.setdefault(key, [])
@@ -106,7 +112,7 @@ def _remember(key: Any, tensors: Tensors, signature: Signature | None) -> None:
     same_key.append((given, _guard(given(tensors)), absent, signature))
 
 
-def check_out(tensors: Tensors, signature: Signature) -> None:
+def check_out(tensors: Tensors, signature: CallSignature) -> None:
     """Refuse an ``out`` that overlaps per-token inputs or caches.
 
     Looked at whenever out, the leading input or the state lies where it did not in a call before: what

@@ -10,13 +10,20 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=["rows", "window", "num_tokens", "ring_capacity", "null_slot"],
-    do_not_specialize_on_alignment=["accepted_ptr", "ring_start_ptr", "ring_len_ptr", "slot_index_ptr"],
+    do_not_specialize_on_alignment=[
+        "accepted_ptr",
+        "ring_start_ptr",
+        "ring_len_ptr",
+        "slot_index_ptr",
+        "query_start_ptr",
+    ],
 )
 def commit(
     accepted_ptr,
     ring_start_ptr,
     ring_len_ptr,
     slot_index_ptr,
+    query_start_ptr,
     rows,
     window,
     num_tokens,
@@ -28,12 +35,19 @@ def commit(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_index_ptr + row, mask=row < rows, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot != null_slot)
+    if query_start_ptr is None:
+        tokens = num_tokens
+    else:
+        # Rows vary: one without tokens is padding.
+        begin = tl.load(query_start_ptr + row, mask=live, other=0)
+        tokens = tl.minimum(tl.load(query_start_ptr + row + 1, mask=live, other=0) - begin, num_tokens)
+        live = live & (tokens > 0)
     start = tl.load(ring_start_ptr + slot, mask=live, other=0)
     length = tl.load(ring_len_ptr + slot, mask=live, other=0)
     moved = start + length
     moved = tl.where(moved >= ring_capacity, moved - ring_capacity, moved)
     kept = tl.load(accepted_ptr + row, mask=live, other=0).to(tl.int32)
-    kept = tl.minimum(tl.maximum(kept, 0), num_tokens)
+    kept = tl.minimum(tl.maximum(kept, 0), tokens)
     flushed = length + num_tokens > window
     tl.store(ring_start_ptr + slot, moved, mask=live & flushed)
     tl.store(ring_len_ptr + slot, tl.where(flushed, kept, length + kept), mask=live)
@@ -41,7 +55,11 @@ def commit(
 
 @triton.jit(
     do_not_specialize=["rows", "null_slot"],
-    do_not_specialize_on_alignment=["slots_ptr", "ring_start_ptr", "ring_len_ptr"],
+    do_not_specialize_on_alignment=[
+        "slots_ptr",
+        "ring_start_ptr",
+        "ring_len_ptr",
+    ],
 )
 def reset(
     slots_ptr,
@@ -62,7 +80,11 @@ def reset(
 
 @triton.jit(
     do_not_specialize=["rows", "ring_capacity", "null_slot"],
-    do_not_specialize_on_alignment=["slots_ptr", "ring_start_ptr", "ring_len_ptr"],
+    do_not_specialize_on_alignment=[
+        "slots_ptr",
+        "ring_start_ptr",
+        "ring_len_ptr",
+    ],
 )
 def drained(
     slots_ptr,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replayssm_tune.codegen import emit, files
-from replayssm_tune.codegen.render import module_digest, render, render_cursors
+from replayssm_tune.codegen.render import SHARED, module_digest, render
 from replayssm_tune.runtime.defaults import default_plan, defaults_beside
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.modules import module_name
@@ -56,21 +56,19 @@ def test_rows_of_steps_and_native_steps_get_their_modules_and_defaults(tmp_path)
     expected = names(SPLIT, default_plan(samples.SPEC)) | names(default_plan(native), spec=native)
     folds = samples.SPEC.materialize
     expected |= names(default_plan(folds), spec=folds)
-    assert modules_in(tmp_path) == expected | {"cursors"}
+    assert modules_in(tmp_path) == expected | set(SHARED)
     assert done.table_path == tmp_path / "tables" / "h200.json"
     assert load(done.table_path) == table
-    assert set(done.written) == {f"kernels/{name}.py" for name in (*expected, "cursors")} | {
-        "tables/h200.json"
-    }
+    assert set(done.written) == {f"kernels/{name}.py" for name in (*expected, *SHARED)} | {"tables/h200.json"}
     assert (done.rows, done.unchanged, done.removed) == (2, 0, ())
 
 
 def test_specs_of_one_ring_share_what_materialises_it():
     gated = dataclasses.replace(samples.SPEC, has_z=True, has_d=False)
     one, both = (emit.modules([samples.table(*rows)]) for rows in ([row()], [row(), row(spec=gated)]))
-    assert {spec for spec, structure in filter(None, both.values()) if structure.role == "materialize"} == {
-        samples.SPEC.materialize
-    }
+    specific = [module for module in both.values() if not isinstance(module, str)]
+    folds = {spec for spec, structure in specific if structure.role == "materialize"}
+    assert folds == {samples.SPEC.materialize}
     assert len(both) == len(one) + len(names(SPLIT, default_plan(gated), spec=gated))
 
 
@@ -79,7 +77,8 @@ def test_files_are_the_renderings_byte_for_byte(tmp_path):
     for variant in SPLIT.variants:
         path = tmp_path / "kernels" / f"{module_name(samples.SPEC, variant.structure)}.py"
         assert path.read_bytes() == render(samples.SPEC, variant.structure).encode()
-    assert (tmp_path / "kernels" / "cursors.py").read_bytes() == render_cursors().encode()
+    for name, shared in SHARED.items():
+        assert (tmp_path / "kernels" / f"{name}.py").read_bytes() == shared().encode()
 
 
 def test_files_follow_the_umask(tmp_path):
@@ -122,7 +121,7 @@ def test_modules_that_no_table_names_go_and_others_stay(tmp_path):
     (tmp_path / "tables" / "h200.json").unlink()
     done = emit.regenerate(tmp_path)
     assert {Path(path).stem for path in done.removed} == names(SPLIT)
-    assert modules_in(tmp_path) == names(plan) | beside() | {"cursors", "mine"}
+    assert modules_in(tmp_path) == names(plan) | beside() | {*SHARED, "mine"}
 
 
 def test_nothing_goes_while_a_table_cannot_be_read(tmp_path):
@@ -163,15 +162,16 @@ def test_regenerating_repairs_modules_and_leaves_tables(tmp_path):
     before = times(tmp_path / "tables")
     victim = tmp_path / "kernels" / f"{module_name(samples.SPEC, SPLIT.variants[0].structure)}.py"
     victim.write_text("raise SystemExit\n")
-    (tmp_path / "kernels" / "cursors.py").unlink()
+    for name in SHARED:
+        (tmp_path / "kernels" / f"{name}.py").unlink()
     seen = []
     done = emit.regenerate(tmp_path, lambda *event: seen.append(event))
-    assert set(done.written) == {f"kernels/{victim.name}", "kernels/cursors.py"}
+    assert set(done.written) == {f"kernels/{victim.name}", *(f"kernels/{name}.py" for name in SHARED)}
     assert victim.read_text() == render(samples.SPEC, SPLIT.variants[0].structure)
     assert times(tmp_path / "tables") == before
     assert done.rows == 2
     assert "1 rows are stale" in done.notes[0]
-    assert [event[:2] for event in seen] == [(i, 5) for i in range(1, 6)]
+    assert [event[:2] for event in seen] == [(i, 6) for i in range(1, 7)]
 
 
 def test_there_must_be_a_table_to_regenerate_from(tmp_path):

@@ -54,6 +54,41 @@ def test_appends_never_meet_live_entries(ring: tuple[int, int, int, int, int], a
         assert after == old + [(begin + held + t) % capacity for t in range(kept)]
 
 
+@settings(deadline=None, max_examples=100)
+@given(cursors(), st.lists(st.tuples(st.integers(0, 64), st.integers(-1, 65)), min_size=1, max_size=8))
+def test_packed_commits_are_those_of_rows_with_tokens(
+    ring: tuple[int, int, int, int, int], rows: list[tuple[int, int]]
+) -> None:
+    """A row without tokens is padding; of any other no more is kept than it has."""
+    window, num_tokens, capacity, first, tokens = ring
+    count = torch.tensor([min(given, num_tokens) for given, _ in rows], dtype=torch.int32)
+    accepted = torch.tensor([kept for _, kept in rows])
+    slots = torch.arange(len(rows))
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int32), count.cumsum(0).int()])
+    numbers: dict[str, Any] = {"window": window, "num_tokens": num_tokens, "capacity": capacity}
+
+    def committed(accepted: torch.Tensor, index: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        start, length = (torch.full((len(rows),), value, dtype=torch.int32) for value in (first, tokens))
+        ops.commit(
+            accepted, ring_start=start, ring_len=length, slot_index=index, **numbers, **options
+        )  # fmt: skip
+        return [start, length]
+
+    # Empty rows name slots that are not there: nobody looks.
+    packed = committed(accepted, torch.where(count > 0, slots, 2**31), query_start=query_start)
+    padded = committed(torch.minimum(accepted, count), torch.where(count > 0, slots, -1))
+    full = torch.arange(len(rows) + 1, dtype=torch.int32) * num_tokens
+    for found, wanted in zip(packed, padded, strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(
+        committed(accepted, slots, query_start=full), committed(accepted, slots), strict=True
+    ):
+        assert torch.equal(found, wanted)
+    empty = count == 0
+    assert bool((packed[0][empty] == first).all())
+    assert bool((packed[1][empty] == tokens).all())
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 6), st.integers(0, 3), st.data())
 def test_a_step_appends_behind_any_ring(family: str, window: int, spare: int, data: st.DataObject) -> None:
@@ -187,13 +222,14 @@ spec = importlib.util.spec_from_file_location("cursors", path)
 kernels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernels)
 case = torch.load(folder + "/in.pt")
-start, length, index, accepted, window, tokens, capacity, null = case
+start, length, index, packed_index, accepted, query_start, window, tokens, capacity, null = case
 grid = (-(-len(index) // 4),)
 result = []
-for kernel in ("commit", "reset", "drained"):
+for kernel in ("commit", "packed", "reset", "drained"):
     s, n = start.clone(), length.clone()
-    if kernel == "commit":
-        kernels.commit[grid](accepted, s, n, index, len(index), window, tokens, capacity, null, BLOCK=4)
+    if kernel in ("commit", "packed"):
+        rows = (packed_index, query_start) if kernel == "packed" else (index, None)
+        kernels.commit[grid](accepted, s, n, *rows, len(index), window, tokens, capacity, null, BLOCK=4)
     elif kernel == "reset":
         kernels.reset[grid](index, s, n, len(index), null, BLOCK=4)
     else:
@@ -216,8 +252,12 @@ def test_cursor_kernels_match_the_reference(
     length = torch.arange(slots, dtype=torch.int32) % (window + 1)
     index = torch.randperm(slots, generator=g)[:9].to(index_dtype)
     index[3] = -1
-    accepted = torch.randint(0, num_tokens + 1, (9,), generator=g).to(index_dtype)
-    torch.save((start, length, index, accepted, window, num_tokens, capacity, null_slot), tmp_path / "in.pt")
+    accepted = torch.randint(-1, num_tokens + 2, (9,), generator=g).to(index_dtype)
+    count = torch.tensor([num_tokens, 0, 1, 0, num_tokens, 1, 0, 1, num_tokens])
+    packed_index = torch.where(count == 0, 2**30, index)  # what an empty row names is not looked at
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)]).int()
+    numbers = (window, num_tokens, capacity, null_slot)
+    torch.save((start, length, index, packed_index, accepted, query_start, *numbers), tmp_path / "in.pt")
     (tmp_path / "cursors.py").write_text(render_cursors())
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", INTERPRETED, str(tmp_path / "cursors.py"), str(tmp_path)]
@@ -225,10 +265,11 @@ def test_cursor_kernels_match_the_reference(
     result = torch.load(tmp_path / "out.pt")
 
     expected = []
-    for name in ("commit", "reset", "drained"):
+    for name in ("commit", "packed", "reset", "drained"):
         s, n = start.clone(), length.clone()
-        if name == "commit":
-            reference.commit(accepted, s, n, index, window, num_tokens, capacity, null_slot)
+        if name in ("commit", "packed"):
+            named, starts = (packed_index, query_start) if name == "packed" else (index, None)
+            reference.commit(accepted, s, n, named, starts, *numbers)
         elif name == "reset":
             reference.reset(index, s, n, null_slot)
         else:

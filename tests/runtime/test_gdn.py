@@ -41,7 +41,7 @@ class Rings:
         return self.state, self.u, self.k, self.g, self.start, self.length
 
     def commit(self, accepted: Tensor, slot_index: Tensor) -> None:
-        cursors = (self.start, self.length, slot_index, self.window, 1, self.capacity, -1)
+        cursors = (self.start, self.length, slot_index, None, self.window, 1, self.capacity, -1)
         reference.commit(accepted, *cursors)
 
     def folded(self, slot: int) -> Tensor:

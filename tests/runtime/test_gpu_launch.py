@@ -246,8 +246,22 @@ def test_cursor_ops_are_those_of_the_reference(device: str, index_dtype: torch.d
             num_tokens=num_tokens, capacity=capacity, null_slot=null_slot,
         )  # fmt: skip
         reference.commit(
-            accepted, **wanted, slot_index=index, window=window, num_tokens=num_tokens, capacity=capacity,
-            null_slot=null,
+            accepted, **wanted, slot_index=index, query_start=None, window=window, num_tokens=num_tokens,
+            capacity=capacity, null_slot=null,
+        )  # fmt: skip
+        same(found, wanted)
+
+        count = torch.randint(0, num_tokens + 1, (rows,), generator=g)
+        query_start = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)]).int()
+        stale = torch.where(count == 0, 2**30, index)
+        found, wanted = cursors(device), cursors("cpu")
+        ops.commit(
+            accepted.to(device), **found, slot_index=stale.to(device), query_start=query_start.to(device),
+            window=window, num_tokens=num_tokens, capacity=capacity, null_slot=null_slot,
+        )  # fmt: skip
+        reference.commit(
+            accepted, **wanted, slot_index=stale, query_start=query_start, window=window,
+            num_tokens=num_tokens, capacity=capacity, null_slot=null,
         )  # fmt: skip
         same(found, wanted)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from replayssm_tune.codegen import cache, emit
 from replayssm_tune.codegen.files import EmitError
-from replayssm_tune.codegen.render import render, render_cursors
+from replayssm_tune.codegen.render import render, render_conv, render_cursors
 from replayssm_tune.runtime import modules
 from replayssm_tune.runtime.abi import CONSTEXPRS, parameters
 from replayssm_tune.runtime.defaults import default_plan
@@ -35,10 +35,11 @@ for name in sys.argv[1:]:
         print(modules.module_path(Spec.parse(spec), Structure(*structure.split("."))))
     except DispatchError as error:
         print("refused:", error)
-try:
-    print(modules.cursors_path())
-except DispatchError as error:
-    print("refused:", error)
+for name in (modules.CURSORS, modules.CONVOLUTION):
+    try:
+        print(modules.shared_path(name))
+    except DispatchError as error:
+        print("refused:", error)
 """
 
 
@@ -77,7 +78,7 @@ def ask(package, *keys, path=(), options=(), **variables):
 
 def test_a_slim_package_serves_its_own_and_refuses_the_rest(package):
     # -S: no installed distribution is seen, so neither torch nor a renderer.
-    own, refused, cursors = ask(
+    own, refused, cursors, convolution = ask(
         package,
         modules.module_key(samples.SPEC, STRUCTURE),
         modules.module_key(OTHER, STRUCTURE),
@@ -86,6 +87,7 @@ def test_a_slim_package_serves_its_own_and_refuses_the_rest(package):
     kernels = package / "generated" / "kernels"
     assert Path(own) == kernels / f"{modules.module_name(samples.SPEC, STRUCTURE)}.py"
     assert Path(cursors) == kernels / "cursors.py"
+    assert Path(convolution) == kernels / "conv_step.py"
     assert refused.startswith("refused: this package has no kernel for mamba2-step-p80-")
     assert "install replayssm-tune" in refused
     assert (
@@ -111,7 +113,7 @@ def test_the_tool_beside_a_slim_package_renders_for_it(package, tmp_path):
     )
     shutil.rmtree(package / "generated")
     folder = tmp_path / "cache"
-    found, cursors = ask(
+    found, cursors, convolution = ask(
         package,
         modules.module_key(OTHER, STRUCTURE),
         path=(announced, ROOT / "src"),
@@ -120,6 +122,7 @@ def test_the_tool_beside_a_slim_package_renders_for_it(package, tmp_path):
     assert Path(found).parent == folder
     assert Path(found).read_text() == render(OTHER, STRUCTURE)
     assert Path(cursors).read_text() == render_cursors()
+    assert Path(convolution).read_text() == render_conv()
 
 
 @pytest.fixture

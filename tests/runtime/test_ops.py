@@ -72,9 +72,9 @@ def test_opcheck_of_cursor_ops() -> None:
     start, length = torch.zeros(6, dtype=torch.int32), torch.full((6,), 4, dtype=torch.int32)
     slots = torch.tensor([1, -1, 3])
     namespace = getattr(torch.ops, ops.NAMESPACE)
-    torch.library.opcheck(
-        namespace.commit.default, (torch.ones(3, dtype=torch.int32), start, length, slots, 4, 1, 5, -1)
-    )
+    accepted, query_start = torch.ones(3, dtype=torch.int32), torch.tensor([0, 1, 1, 1], dtype=torch.int32)
+    for packed in (None, query_start):
+        torch.library.opcheck(namespace.commit.default, (accepted, start, length, slots, packed, 4, 1, 5, -1))
     torch.library.opcheck(namespace.reset.default, (slots, start, length, -1))
     torch.library.opcheck(namespace.drained.default, (slots, start, length, 5, -1))
 

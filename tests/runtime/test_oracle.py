@@ -159,7 +159,7 @@ def test_reference_agrees_with_golden_trajectory(
             rings = (ring_x, ring_b, ring_decay, start, length)
             reference.mamba2_step(*inputs, *rings, slot_index, out, window, True, -1)
             kept = torch.ones(2, dtype=torch.int32)
-            reference.commit(kept, start, length, slot_index, window, 1, capacity, -1)
+            reference.commit(kept, start, length, slot_index, None, window, 1, capacity, -1)
         close(out[rows], golden["y"][step, rows, token])
 
     if op == "step":  # Fold what is left: a step whose token decays nothing, with a full ring.

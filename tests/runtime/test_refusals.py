@@ -345,6 +345,15 @@ def test_what_is_no_tensor_is_named_by_cursor_ops(name: str, value: Any, found: 
         ({"accepted": torch.ones(3)}, "accepted is fp32; expected i32 or i64"),
         ({"slot_index": torch.zeros(3, 1)}, "slot_index has shape"),
         ({"ring_len": torch.zeros(6)}, "ring_len is fp32; expected i32"),
+        ({"query_start": torch.zeros(3).int()}, r"query_start has shape \(3,\); expected \(4,\)"),
+        ({"query_start": torch.zeros(4).long()}, "query_start is i64; expected i32"),
+        ({"query_start": [0, 1, 2, 3]}, "query_start is of type list; expected a tensor or None"),
+        ({"query_start": torch.tensor([0, 2, 2, 2]).int()}, "row 0 is given 2 tokens; .* to num_tokens = 1"),
+        ({"query_start": torch.tensor([0, 1, 0, 1]).int()}, "row 1 is given -1 tokens"),
+        (
+            {"query_start": torch.tensor([1, 1, 2, 3]).int()},
+            "begins at 1 and ends at 3; query_start goes",
+        ),
     ],
 )
 def test_bad_commits(changes: dict[str, Any], message: str) -> None:

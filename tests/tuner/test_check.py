@@ -66,7 +66,7 @@ def test_a_sound_folder(folder):
     checked = check(folder)
     assert failures(checked) == set()
     assert checked.counts == {
-        "tables": 1, "rows": 2, "files": 4, "kernels": 3, "binaries": 1, "defaults": 2,
+        "tables": 1, "rows": 2, "files": 5, "kernels": 3, "binaries": 1, "defaults": 2,
         "cells": checked.counts["cells"],
     }  # fmt: skip
     assert report.checked_info(checked)["exit"] == "OK"
