@@ -17,7 +17,7 @@ from replayssm_tune.runtime.abi import launch_structure, tensor_arguments
 from replayssm_tune.tuner.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [path for place in ("*.md", "docs/*.md", "examples/*.md") for path in sorted(ROOT.glob(place))]
 
 BLOCK = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"<!-- (\w+):begin [^>]*-->.*?<!-- \1:end -->", re.DOTALL)
