@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from replayssm_tune.runtime import Spec, bytes_per_slot
+from replayssm_tune.runtime import Spec, bytes_per_slot, ring_capacity
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -25,7 +25,7 @@ class LayerShape:
     @property
     def capacity(self) -> int:
         """Tokens of each ring: ``width - 1`` folded ones stay behind for the convolution."""
-        return self.spec.window + self.spec.num_tokens + self.width - 1
+        return ring_capacity(self.spec, self.width)
 
 
 def mamba2_shape(config: Any, window: int, dtype: str = "fp32") -> LayerShape:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         mamba2_native_step,
         mamba2_step,
         reset,
+        ring_capacity,
         warmup,
     )
     from .spec import Spec
@@ -51,7 +52,7 @@ else:
     _OPS = (
         "Cache", "Snapshot", "bytes_per_slot", "commit", "drained", "gdn_materialize", "gdn_native_step",
         "gdn_step", "make_cache", "mamba2_materialize", "mamba2_native_step", "mamba2_step", "reset",
-        "warmup",
+        "ring_capacity", "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
@@ -93,6 +94,7 @@ __all__ = [
     "mamba2_native_step",
     "mamba2_step",
     "reset",
+    "ring_capacity",
     "warmup",
     "warmup_conv",
 ]

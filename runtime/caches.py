@@ -190,6 +190,23 @@ def make_cache(
     )
 
 
+def ring_capacity(spec: Spec, conv_width: int = 1) -> int:
+    """The least tokens per ring: ``window + num_tokens``, and what a convolution looks back to; 0 for native.
+
+    All rings under one pair of cursors wrap at the same capacity, so that one of a layer with a convolution
+    is the capacity of its whole cache group.
+
+    Args:
+        spec: Gives window and tokens per step.
+        conv_width: Width of the :func:`.conv.conv_step` under the same cursors; 1 without one.
+
+    Raises:
+        ArgumentError: ``conv_width`` is no whole number of at least 1.
+    """
+    back = _size("conv_width", conv_width) - 1
+    return 0 if spec.is_native else spec.window + spec.num_tokens + back
+
+
 def bytes_per_slot(spec: Spec, heads: int, groups: int, capacity: int | None = None) -> int:
     """Bytes of state and ring per slot and layer; the two cursors (8 bytes) are shared by layers.
 
@@ -197,7 +214,7 @@ def bytes_per_slot(spec: Spec, heads: int, groups: int, capacity: int | None = N
         spec: Shapes and dtypes.
         heads: Heads (GDN: value heads) on this GPU.
         groups: Groups (GDN: key heads) on this GPU.
-        capacity: Tokens per ring; None is the least, ``window + num_tokens`` (0 for native).
+        capacity: Tokens per ring; None is the least without a convolution, :func:`ring_capacity`.
 
     Raises:
         ArgumentError: A size is no whole number or too small, or heads, groups and spec do not fit.
@@ -225,7 +242,7 @@ def _sizes(spec: Spec, heads: int, groups: int, capacity: int | None) -> tuple[i
             f"{heads} heads in {groups} groups do not fit the spec's {spec.heads_per_group} heads per group; "
             "pass the heads and groups of one GPU"
         )
-    least = 0 if spec.is_native else spec.window + spec.num_tokens
+    least = ring_capacity(spec)
     given = least if capacity is None else _size("capacity", capacity, 0)
     if given < least:
         raise ArgumentError(

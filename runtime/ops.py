@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .caches import Cache, Snapshot, bytes_per_slot, make_cache
+from .caches import Cache, Snapshot, bytes_per_slot, make_cache, ring_capacity
 from .contracts import (
     GDN_MATERIALIZE,
     GDN_NATIVE_STEP,
@@ -50,6 +50,7 @@ __all__ = [
     "mamba2_native_step",
     "mamba2_step",
     "reset",
+    "ring_capacity",
     "warmup",
 ]
 

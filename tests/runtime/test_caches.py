@@ -58,6 +58,15 @@ def test_odd_sizes_of_caches_are_refused(name: str, size: Any, native: bool) -> 
             ops.bytes_per_slot(**(given | {name: size}))
 
 
+def test_a_convolution_asks_for_longer_rings() -> None:
+    spec = Spec("mamba2", "step", 64, 128, 16, 16)
+    assert ops.ring_capacity(spec) == ops.make_cache(spec, 1, 16, 1, "cpu").capacity == 17
+    assert ops.ring_capacity(spec, conv_width=4) == 20
+    assert ops.ring_capacity(spec.native, 4) == 0
+    with pytest.raises(ArgumentError, match="conv_width is 0"):
+        ops.ring_capacity(spec, 0)
+
+
 def test_sizes_of_caches_may_be_integers_of_numpy() -> None:
     spec, four = Spec("mamba2", "step", 8, 16, 2, 4), np.int32(4)
     cache = ops.make_cache(spec, four, four, np.int32(2), "cpu", np.int64(7))
