@@ -99,7 +99,7 @@ def test_a_slim_package_serves_its_own_and_refuses_the_rest(package):
 def test_a_slim_package_materialises_the_states_of_its_steps(package):
     spec = samples.SPEC.materialize
     (variant,) = default_plan(spec).variants
-    found, _ = ask(package, modules.module_key(spec, variant.structure), options=["-S"])
+    found, *_ = ask(package, modules.module_key(spec, variant.structure), options=["-S"])
     assert Path(found).read_text() == render(spec, variant.structure)
 
 
