@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from .space import AXES, CONSTRAINTS, REGIONS
+from .regions import REGIONS
+from .space import AXES, CONSTRAINTS
 from .targets import GPUS, KIB, LIMITS, MIB
 
 _REGION = re.compile(

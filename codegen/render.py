@@ -9,7 +9,7 @@ import importlib.resources
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.abi import CONSTEXPRS, next_power_of_two, parameters, ring_block
+from ..runtime.abi import CONSTEXPRS, next_power_of_two, parameters, ring_block, state_block
 from ..runtime.modules import CONVOLUTION, CURSORS
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
@@ -63,7 +63,7 @@ def render(spec: Spec, structure: Structure) -> str:
     coefficients, ``coefficients``; their parameters are those of :mod:`..runtime.abi`.
     """
     template = _TEMPLATES.get(structure.role, "step.py.jinja")
-    n_block = next_power_of_two(spec.state_size)
+    n_block = state_block(spec)
     source = (
         _environment()
         .get_template(template)

@@ -1,9 +1,8 @@
-"""The space of kernels, declared once: axes, constraints, and the regions worth a search.
+"""The space of kernels, declared once: axes, constraints, and the points they leave.
 
 An *axis* is a choice with its values. A *constraint* says by name which points cannot exist for a
-spec. A *region* is a box of axis values in which a role is searched: what was never seen near an
-optimum stays out of the regions, so that a whole space compiles in minutes, though it is legal and
-can be gated or timed by hand. :func:`points` lists the legal points of all regions of a role.
+spec. A *region* (:mod:`.regions`) is a box of axis values in which a role is searched; :func:`points`
+lists the legal points of all regions of a role.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from ..runtime.abi import next_power_of_two
+from ..runtime.abi import next_power_of_two, state_block
 from ..runtime.defaults import default_plan
 from ..runtime.plan import PLAN_ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
+from .regions import REGIONS
 
 WARP_SIZE: Final = 32
 MAX_TILED_HEADS: Final = 4
@@ -70,11 +70,6 @@ class Constraint:
 
     name: str
     holds: Callable[[Spec, Variant], bool]
-
-
-def state_block(spec: Spec) -> int:
-    """Columns of the whole state, rounded up to a power of two."""
-    return next_power_of_two(spec.state_size)
 
 
 def folds(structure: Structure) -> bool:
@@ -204,208 +199,6 @@ CONSTRAINTS: Final = (
 def broken_constraint(spec: Spec, variant: Variant) -> str:
     """Name of the first constraint that ``variant`` breaks, "" for a legal point of ``spec``."""
     return next((c.name for c in CONSTRAINTS if not c.holds(spec, variant)), "")
-
-
-Values = tuple[int, ...] | Callable[[Spec], tuple[int, ...]]
-"""Values of a tile axis: the same for every spec, or computed from it."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """A box of the space: every combination of its values is a point.
-
-    Args:
-        roles: Where it belongs.
-        warps_stages: Pairs of ``num_warps`` and ``num_stages``: deeper pipelines want more warps.
-    """
-
-    doc: str
-    roles: tuple[str, ...]
-    structure: Mapping[str, str]
-    block_p: Values
-    block_n: Values
-    fold_block_n: Values = (0,)
-    heads_per_program: Values = (1,)
-    warps_stages: tuple[tuple[int, int], ...] = ((1, 1),)
-    max_registers: tuple[int, ...] = (0,)
-    evict_first: tuple[bool, ...] = (False,)
-
-    def variants(self, spec: Spec, role: str) -> list[Variant]:
-        """Its points for one role, legal or not."""
-        structure = Structure(role, **self.structure)
-
-        def of(values: Values) -> tuple[int, ...]:
-            return values(spec) if callable(values) else values
-
-        boxes = (
-            itertools.product(
-                of(self.block_p), of(self.block_n), of(self.fold_block_n), of(self.heads_per_program)
-            ),
-            self.warps_stages,
-            itertools.product(self.max_registers, self.evict_first),
-        )
-        return [
-            Variant(structure, Tile(*block, *launch, *compiler))
-            for block, launch, compiler in itertools.product(*boxes)
-        ]
-
-
-def _small_rows(spec: Spec) -> tuple[int, ...]:
-    """Blocks that divide the head."""
-    return tuple(p for p in (2, 4, 8, 16, 32) if spec.head_dim % p == 0) or (_whole_head(spec),)
-
-
-def _early_rows(spec: Spec) -> tuple[int, ...]:
-    """Blocks that divide the head, up to 64."""
-    return (*_small_rows(spec), 64) if spec.head_dim % 64 == 0 else _small_rows(spec)
-
-
-def _large_rows(spec: Spec) -> tuple[int, ...]:
-    """Blocks of 32 and 64 where they divide the head, else what divides it best and masked ones."""
-    dividing = tuple(p for p in (32, 64) if spec.head_dim % p == 0)
-    if dividing:
-        return dividing
-    return tuple(sorted({min(p, _whole_head(spec)) for p in (16, 32)} | {_whole_head(spec)}))
-
-
-def _few_rows(spec: Spec) -> tuple[int, ...]:
-    return _large_rows(spec)[-1:] if spec.head_dim % 32 == 0 else _large_rows(spec)[:1]
-
-
-def _whole_head(spec: Spec) -> int:
-    return next_power_of_two(spec.head_dim)
-
-
-def _whole(spec: Spec) -> tuple[int, ...]:
-    return (state_block(spec),)
-
-
-def _columns(*sizes: int) -> Callable[[Spec], tuple[int, ...]]:
-    """Blocks of these sizes, cut to the state."""
-
-    def values(spec: Spec) -> tuple[int, ...]:
-        return tuple(sorted({min(size, state_block(spec)) for size in sizes}))
-
-    return values
-
-
-def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
-    """For each count the largest divisor of the group within it (and within the axis)."""
-
-    def values(spec: Spec) -> tuple[int, ...]:
-        return tuple(
-            sorted({max(h for h in range(1, n + 1) if spec.heads_per_group % h == 0) for n in counts})
-        )
-
-    return values
-
-
-_DOT: Final = MappingProxyType({"readout": "dot"})
-_EARLY: Final = MappingProxyType({"load": "early"})
-_LATE: Final[Mapping[str, str]] = MappingProxyType({})
-_PRECOMPUTED: Final = MappingProxyType({"coefficients": "precomputed"})
-_PRECOMPUTED_DOT: Final = MappingProxyType({"coefficients": "precomputed", "readout": "dot"})
-_REBUILD: Final = MappingProxyType({"route": "rebuild"})
-_TILES: Final = MappingProxyType({"loop": "tiles"})
-_TILES_DOT: Final = MappingProxyType({"readout": "dot", "loop": "tiles"})
-_SCORES: Final = MappingProxyType({"scores": "dot"})
-
-REGIONS: Final = (
-    Region(
-        "Few programs: the latency of one is what counts. Whole tiles, all loads at once.",
-        ("both",), _EARLY, _early_rows, _columns(32, 64), _whole,
-        warps_stages=((1, 1), (2, 1), (4, 1), (8, 1)), evict_first=(False, True),
-    ),
-    Region(
-        "Many programs of one warp each; registers decide how many.",
-        ("both",), _LATE, _large_rows, _columns(32, 64), _columns(32, 64), _heads_up_to(1, 2, 4),
-        max_registers=(0, 168),
-    ),
-    Region(
-        "As above, the next head's state on its way.",
-        ("both",), _LATE, _large_rows, _columns(32, 64), _columns(64), _heads_up_to(4),
-        warps_stages=((1, 2), (2, 2)),
-    ),
-    Region(
-        "State through shared memory into the dot, several heads in flight.",
-        ("both",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
-        warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
-    ),
-    Region(
-        "Groups of few heads: the loop goes over row tiles too.",
-        ("both",), _TILES_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2, 4),
-        warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
-    ),
-    Region(
-        "As above, the state through registers.",
-        ("both",), _TILES, _large_rows, _columns(32, 64), _columns(32, 64), _heads_up_to(1, 2, 4),
-        warps_stages=((1, 1), (2, 1), (2, 2)),
-    ),
-    Region(
-        "Ring scores by dot.",
-        ("both",), _SCORES, _large_rows, _columns(64), _columns(64), _heads_up_to(1, 4),
-    ),
-    Region(
-        "Coefficients and appends by a kernel of their own.",
-        ("both",), _PRECOMPUTED, _large_rows, _columns(32, 64), _columns(32, 64), _heads_up_to(2, 4, 8),
-        warps_stages=((1, 1), (2, 1), (2, 2)),
-    ),
-    Region(
-        "As above, the state through shared memory into the dot.",
-        ("both",), _PRECOMPUTED_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(4, 8),
-        warps_stages=((1, 2), (2, 2), (2, 3), (4, 3)),
-    ),
-    Region(
-        "One way for all rows: the new state is formed, and stored by rows that flush.",
-        ("both",), _REBUILD, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
-    ),
-    Region(
-        "Whole tiles, all loads at once.",
-        ("nonflush",), _EARLY, _large_rows, _columns(32, 64), warps_stages=((1, 1), (2, 1), (4, 1)),
-    ),
-    Region(
-        "Many programs of one warp each.",
-        ("nonflush",), _LATE, _large_rows, _columns(32, 64), heads_per_program=_heads_up_to(1, 4, 16),
-    ),
-    Region(
-        "State through shared memory into the dot, several heads in flight.",
-        ("nonflush",), _DOT, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4, 8, 16),
-        warps_stages=((1, 2), (2, 2), (4, 2), (4, 3)),
-    ),
-    Region(
-        "Coefficients and appends by a kernel of their own.",
-        ("nonflush",), _PRECOMPUTED_DOT, _large_rows, _whole, heads_per_program=_heads_up_to(4, 8),
-        warps_stages=((1, 2), (2, 2)),
-    ),
-    Region(
-        "Fold in the dot, the state its accumulator, deeply pipelined.",
-        ("flush",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(4, 8, 16),
-        warps_stages=((2, 2), (4, 3), (4, 4)),
-    ),
-    Region(
-        "Fold in the dot, one head a program.",
-        ("flush",), _DOT, _large_rows, _whole, _columns(32, 64),
-    ),
-    Region(
-        "Fold beside the dot.",
-        ("flush",), _LATE, _large_rows, _whole, _columns(64), _heads_up_to(1, 8),
-    ),
-    Region(
-        "Whole tiles, all loads at once.",
-        ("flush",), _EARLY, lambda spec: tuple(p for p in _small_rows(spec) if p >= 8), _columns(32, 64),
-        _whole, warps_stages=((1, 1), (2, 1), (4, 1)),
-    ),
-    Region(
-        "The native step: reads and writes only.",
-        ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
-    ),
-    Region(
-        "Reads a state, folds ring tokens, writes another.",
-        ("materialize",), _LATE, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
-        warps_stages=((1, 1), (2, 1), (4, 1)),
-    ),
-)  # fmt: skip
-"""Where each role is searched. Widen a region, or add one, for a GPU that differs."""
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,11 @@ def next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+def state_block(spec: Spec) -> int:
+    """Columns of the whole state, rounded up to a power of two."""
+    return next_power_of_two(spec.state_size)
+
+
 def ring_block(spec: Spec) -> int:
     """Ring tokens a kernel holds at a time: the window, rounded up to a power of two, at least 16."""
     return max(16, next_power_of_two(max(1, spec.window)))

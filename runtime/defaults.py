@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from .abi import next_power_of_two
+from .abi import next_power_of_two, state_block
 from .plan import Plan, Structure, Tile, Variant
 from .spec import Spec
 
@@ -21,7 +21,7 @@ _NATIVE_TILES = ((16, 32, 4), (32, 16, 4), (64, 8, 4), (128, 4, 4))
 @functools.lru_cache(maxsize=4096)
 def default_plan(spec: Spec) -> Plan:
     """Default plan of ``spec``: a point of its space, never tuned, always legal."""
-    block_n = next_power_of_two(spec.state_size)
+    block_n = state_block(spec)
     if spec.op == "materialize":
         tile = Tile(min(32, next_power_of_two(spec.head_dim)), block_n, min(64, block_n))
         return Plan((Variant(Structure(role="materialize"), tile),))

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from ..codegen.cache import rendered
-from ..codegen.space import broken_constraint, folds, state_block
+from ..codegen.space import broken_constraint, folds
+from ..runtime.abi import state_block
 from ..runtime.errors import ToolchainError
 from ..runtime.plan import Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec

@@ -20,6 +20,7 @@ from ..codegen import space
 from ..codegen.compile import Compiled, CompilePool, Drop, select
 from ..codegen.emit import digest_of
 from ..codegen.targets import Gpu
+from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
@@ -439,7 +440,7 @@ def gate_plan(spec: Spec, variant: Variant) -> Plan:
     role = variant.structure.role
     if role in ("both", "native"):
         return Plan((variant,))
-    block = space.state_block(spec)
+    block = state_block(spec)
     if role == "nonflush":
         return Plan((variant, Variant(Structure("flush"), Tile(16, block, min(64, block)))))
     return Plan((Variant(Structure("nonflush"), Tile(16, min(64, block))), variant))

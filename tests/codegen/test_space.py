@@ -9,7 +9,8 @@ import hypothesis.strategies as st
 import pytest
 
 from replayssm_tune.codegen import space
-from replayssm_tune.codegen.space import AXES, CONSTRAINTS, REGIONS, broken_constraint, points, roles
+from replayssm_tune.codegen.regions import REGIONS
+from replayssm_tune.codegen.space import AXES, CONSTRAINTS, broken_constraint, points, roles
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import ROLES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
