@@ -1,6 +1,6 @@
 """Cross-compiling the points of a space, on any machine: what each would take of its target.
 
-:func:`compile_variant` compiles one point in this process; :class:`CompilePool` many, in worker
+:func:`compile_variant` compiles one point in this process, a :class:`.pool.CompilePool` many, in worker
 processes that can be killed. Both leave the binaries in Triton's disk cache, where whoever launches
 the same point (see :mod:`..runtime.compiled`) finds them. :func:`select` then says which points are
 worth a launch, and why the others are not.
@@ -8,26 +8,22 @@ worth a launch, and why the others are not.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.errors import CompileError, ReplayError, ToolchainError
+from ..runtime.errors import CompileError, ToolchainError
 from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Binary
@@ -43,9 +39,6 @@ MAX_SPILLS_BYTES: Final = 128
 
 INSTRUCTION_BYTES: Final = 16
 """Size of one machine instruction, compute capability 7.0 and newer."""
-
-START_TIMEOUT_S: Final = 180.0
-"""How long a compiler process may take to start: on a cold disk the imports alone take long."""
 
 _REGISTER_UNIT: Final = 8
 """Registers of a thread are handed out in units of this."""
@@ -312,217 +305,3 @@ def _sections(elf: bytes, prefix: str) -> bytes:
         if text.startswith(prefix.encode()):
             found += elf[offset : offset + length]
     return found
-
-
-class CompilePool:
-    """Worker processes that compile points; each can be killed without harm to the others.
-
-    Workers are spawned at the first job and serve until :meth:`close`. Each leads a process group of
-    its own, so that a time-out also ends the assembler it started and a Ctrl-C reaches only the
-    caller, who then ends them all.
-
-    Args:
-        gpu: The target.
-        workers: Number of processes.
-        timeout_s: Wall time of one job, after which its worker is killed.
-        cache_dir: Where rendered modules and Triton's cache lie: whoever launches the points sets
-            ``TRITON_CACHE_DIR`` to :attr:`triton_cache`.
-    """
-
-    def __init__(self, gpu: Gpu, workers: int, timeout_s: float, cache_dir: Path) -> None:
-        self.gpu = gpu
-        self.cache_dir = Path(cache_dir)
-        self._count = max(1, workers)
-        self._timeout_s = timeout_s
-        self._idle: list[_Worker] = []
-        self._busy: list[_Worker] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
-
-    @property
-    def modules(self) -> Path:
-        """Folder of the rendered modules."""
-        return self.cache_dir / "modules"
-
-    @property
-    def triton_cache(self) -> Path:
-        """Triton's cache of the workers."""
-        return self.cache_dir / "triton"
-
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all workers now, busy or not, and remove the temporary files they leave."""
-        for worker in (*self._idle, *self._busy):
-            worker.kill()
-        self._idle.clear()
-        self._busy.clear()
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
-
-    def run(self, jobs: Iterable[Job]) -> Iterator[Compiled]:
-        """Compile all jobs; results come as they are ready, in no order.
-
-        ``jobs`` is read as workers get free. A time-out or a crash of the compiler is a result.
-        Leaving the iterator, by an exception too, ends the workers that are busy.
-
-        Raises:
-            ToolchainError: The toolchain does not work, or the cache cannot be written.
-            EmitError: A module, or a temporary file, cannot be written.
-        """
-        source = iter(jobs)
-        busy = self._busy
-        try:
-            while True:
-                while len(busy) < self._count:
-                    job = next(source, None)
-                    if job is None:
-                        break
-                    busy.append(self._worker())
-                    busy[-1].submit(job)
-                if not busy:
-                    return
-                left_s = min(worker.deadline_s for worker in busy) - time.monotonic()
-                ready = set(wait([worker.pipe for worker in busy], max(0.0, left_s)))
-                for worker in tuple(busy):
-                    result = worker.poll(worker.pipe in ready)
-                    if result is None:
-                        continue
-                    busy.remove(worker)
-                    if worker.alive:
-                        self._idle.append(worker)
-                    yield result
-        finally:
-            for worker in busy:
-                worker.kill()
-            busy.clear()
-
-    def _worker(self) -> _Worker:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.alive:
-                return worker
-            worker.kill()
-        return _Worker(self.gpu, self.modules, self.triton_cache, self._scratch_folder(), self._timeout_s)
-
-    def _scratch_folder(self) -> str:
-        """Where workers put temporary files: one that is killed cannot remove the compiler's."""
-        if self._scratch is None:
-            try:
-                self.cache_dir.mkdir(parents=True, exist_ok=True)
-                # A killed assembler may write its last while the folder goes.
-                self._scratch = tempfile.TemporaryDirectory(
-                    prefix="compile-", dir=self.cache_dir, ignore_cleanup_errors=True
-                )
-            except OSError as error:
-                raise emit_error(self.cache_dir, error) from error
-        return self._scratch.name
-
-
-class _Worker:
-    """One process and the pipe to it. A job's time does not include the process's start."""
-
-    def __init__(self, gpu: Gpu, modules: Path, triton_cache: Path, scratch: str, timeout_s: float) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, gpu, modules, triton_cache, scratch), name="compile", daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self._timeout_s = timeout_s
-        self._job: Job | None = None
-        self._serves = False
-        self._started_s = 0.0
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can take a job."""
-        return not self.pipe.closed and self._process.is_alive()
-
-    @property
-    def deadline_s(self) -> float:
-        """When to give up on what it does now (monotonic clock)."""
-        return self._started_s + (self._timeout_s if self._serves else START_TIMEOUT_S)
-
-    def submit(self, job: Job) -> None:
-        """Hand it a job; it need not have started yet."""
-        self._job, self._started_s = job, time.monotonic()
-        # If it died while idle, its pipe is at an end, which poll() reports.
-        with contextlib.suppress(OSError):
-            self.pipe.send(job)
-
-    def poll(self, readable: bool) -> Compiled | None:
-        """The result of its job, a failure's included; None while it works."""
-        if not readable:
-            if time.monotonic() < self.deadline_s:
-                return None
-            self.kill()
-            what = "compiling" if self._serves else "starting a compiler process"
-            return self._failed("timeout", f"{what} took more than {self.deadline_s - self._started_s:g} s")
-        try:
-            answer = self.pipe.recv()
-        except (EOFError, OSError):
-            self._process.join(5)
-            code = self._process.exitcode
-            self.kill()
-            return self._failed("crash", f"the compiler's process died (exit code {code})")
-        if answer is None:
-            self._serves, self._started_s = True, time.monotonic()
-            return None
-        if isinstance(answer, ReplayError):
-            raise answer
-        assert isinstance(answer, Compiled)
-        return answer
-
-    def _failed(self, status: str, reason: str) -> Compiled:
-        assert self._job is not None
-        return Compiled(*self._job, (), status, reason, time.monotonic() - self._started_s)
-
-    def kill(self) -> None:
-        """End the process and whatever it started, and reap it."""
-        if self._process.is_alive() and self._process.pid is not None:
-            # The group exists once the worker has made it; until then there is only the process.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-        self._process.join()
-        self.pipe.close()
-
-
-def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path, scratch: str) -> None:
-    """Body of a worker: jobs until the pipe closes, which it also does if the caller dies."""
-    os.setpgid(0, 0)
-    os.environ["TMPDIR"] = tempfile.tempdir = scratch  # the assembler's, and Python's
-    os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
-    # One job is one core's work; what torch and the assembler could add is the pool's to decide.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        check_toolchain()
-        importlib.import_module("..runtime.build", __package__)
-        pipe.send(None)
-    except ToolchainError as error:
-        pipe.send(error)
-        return
-    while True:
-        try:
-            spec, variant = pipe.recv()
-        except (EOFError, OSError):
-            return
-        start = time.monotonic()
-        answer: Compiled | ReplayError
-        try:
-            answer = compile_variant(spec, variant, gpu, modules)
-        except ReplayError as error:
-            answer = error
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            answer = Compiled(spec, variant, (), "crash", reason, time.monotonic() - start)
-        try:
-            pipe.send(answer)
-        except OSError:
-            return

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from ..codegen import emit
-from ..codegen.compile import CompilePool, check_toolchain
+from ..codegen.compile import check_toolchain
+from ..codegen.pool import CompilePool
 from ..codegen.space import broken_constraint
 from ..codegen.targets import Gpu, GpuError, TritonTarget, triton_target
 from ..runtime.defaults import defaults_beside

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..codegen import space
-from ..codegen.compile import Compiled, CompilePool, Drop, select
+from ..codegen.compile import Compiled, Drop, select
 from ..codegen.emit import digest_of
+from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
 from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan

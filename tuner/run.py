@@ -13,8 +13,9 @@ import torch
 import triton
 
 from .. import __version__
-from ..codegen.compile import Compiled, CompilePool, check_toolchain
+from ..codegen.compile import Compiled, check_toolchain
 from ..codegen.emit import check_writable, emit
+from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Final
 
 from ..codegen import space
-from ..codegen.compile import Compiled, CompilePool, Drop, check_toolchain, select
+from ..codegen.compile import Compiled, Drop, check_toolchain, select
 from ..codegen.emit import digest_of
+from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
 from ..runtime.plan import Plan, Structure, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec

@@ -218,7 +218,7 @@ def test_a_check_that_is_terminated_leaves_no_temporary_files(tmp_path):
     """``timeout`` sends the signal twice: here when the pool is at work, and when the folder is removed."""
     program = (
         "import os, shutil, signal, time\n"
-        "from replayssm_tune.codegen.compile import CompilePool\n"
+        "from replayssm_tune.codegen.pool import CompilePool\n"
         "from replayssm_tune.tuner.cli import main\n"
         "remove = shutil.rmtree\n"
         "def terminate():\n"

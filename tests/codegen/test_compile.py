@@ -18,13 +18,13 @@ from replayssm_tune.codegen import compile as compile_module
 from replayssm_tune.codegen import targets
 from replayssm_tune.codegen.compile import (
     Compiled,
-    CompilePool,
     KernelBinary,
     check_toolchain,
     compile_variant,
     select,
 )
 from replayssm_tune.codegen.files import EmitError
+from replayssm_tune.codegen.pool import CompilePool
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import CompileError, ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
