@@ -153,6 +153,7 @@ def _tiles(spec: Spec, variant: Variant) -> bool:
     return structure.loop == "heads" or (
         (structure.load, structure.coefficients) == ("late", "inline")
         and spec.heads_per_group <= MAX_TILED_HEADS
+        and variant.tile.block_p <= next_power_of_two(spec.head_dim)
     )
 
 
@@ -189,7 +190,7 @@ CONSTRAINTS: Final = (
     Constraint("block_p within the head", _block_of_rows),
     Constraint("blocks within the state", _block_of_columns),
     Constraint("heads_per_program divides the group", _heads),
-    Constraint("loop over tiles: late load, inline, few heads a group", _tiles),
+    Constraint("loop over tiles: late load, inline, few heads a group, blocks within the head", _tiles),
     Constraint("num_stages within the loop", _stages),
     Constraint("state values per thread", _registers),
 )

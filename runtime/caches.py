@@ -53,8 +53,9 @@ class Cache:
         }
 
     def snapshot(self, slots: Tensor) -> Snapshot:
-        """All there is to some sequences: state, rings and cursors of their slots, in memory of their own.
+        """What this cache holds of some sequences: state, rings and cursors, in memory of their own.
 
+        The ring of a convolution in front of the layer is no part of the cache: copy its slots beside this.
         Take it after a commit, never between a step and its commit: the state may then be newer than the
         cursors. Layers that share cursors have them in each layer's snapshot.
 
@@ -73,7 +74,7 @@ class Cache:
         """Put sequences into slots of this cache, bit for bit; they go on where their snapshot was taken.
 
         The cache may be another one than the snapshot's, of equal sizes and dtypes but for the number of
-        slots. Cursors are written too. With layers that share them restore each layer's snapshot of the same
+        slots. Cursors are written too, the ring of a convolution is not. With layers that share them restore each layer's snapshot of the same
         moment: each writes the same numbers.
 
         Args:

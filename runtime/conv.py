@@ -333,7 +333,7 @@ def eager_conv_step(
 
 def eager_conv_seed(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor, null_slot: int) -> None:
     """:func:`conv_seed` on any device."""
-    row, slot = live_rows(slots, null_slot, len(ring))
+    row, slot = live_rows(slots, null_slot, len(ring), "slots")
     length, capacity = history.shape[1], ring.shape[1]
     start, _ = live_cursors(row, slot, ring_start, torch.zeros_like(ring_start), 0, capacity)
     back = torch.arange(-length, 0, device=ring.device)

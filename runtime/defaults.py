@@ -2,8 +2,9 @@
 
 It is what engines ship today: for Mamba-2 decode a coefficient kernel and one launch with a branch
 per row, 16 rows of the state at a time, one warp; for its native step a block that shrinks with the
-state size and four to eight warps. For Gated DeltaNet one launch that rebuilds the state, 64 rows at a
-time, and a native step of 32 rows, one warp each. What materialises states is ours alone.
+state size and four to eight warps. For Gated DeltaNet one launch that rebuilds the state, and a native
+step, 32 rows at a time, one warp each: engines' rebuild takes 64 rows, which spill here. What
+materialises states is ours alone.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def defaults_beside(spec: Spec) -> dict[Spec, Plan]:
 
 
 def _gdn_variant(spec: Spec, block_n: int) -> Variant:
-    rows = min(32 if spec.is_native else 64, next_power_of_two(spec.head_dim))
+    rows = min(32, next_power_of_two(spec.head_dim))
     if spec.is_native:
         return Variant(Structure(role="native"), Tile(block_p=rows, block_n=block_n))
-    tile = Tile(block_p=rows, block_n=block_n, fold_block_n=max(1, block_n // 2))
+    tile = Tile(block_p=rows, block_n=block_n, fold_block_n=max(1, min(64, block_n // 2)))
     return Variant(Structure(role="both", route="rebuild"), tile)

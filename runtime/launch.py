@@ -33,6 +33,7 @@ STRICT_VARIABLE: Final = "REPLAYSSM_STRICT"
 
 _CURSOR_BLOCK: Final = 128
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 @functools.cache
@@ -121,7 +122,12 @@ class Launcher:
         launch = self._launches[aligned]
         if launch is None:
             launch = self._launches[aligned] = self.prepare(aligned)
-        launch(self._in_kernel_order(tensors), null_slot, _raw_stream(self._device_index))
+        index = self._device_index
+        if index == _current_device():
+            launch(self._in_kernel_order(tensors), null_slot, _raw_stream(index))
+        else:
+            with torch.cuda.device(index):
+                launch(self._in_kernel_order(tensors), null_slot, _raw_stream(index))
 
 
 class _PlanLauncher(Launcher):
@@ -166,10 +172,12 @@ def _cursor_kernel(name: str) -> Any:
     return getattr(load_module(shared_path(CURSORS)), name)
 
 
-def _launch_cursors(name: str, rows: int, *arguments: object) -> None:
+def _launch_cursors(name: str, rows: int, first: Tensor, *arguments: object) -> None:
     grid = (-(-rows // _CURSOR_BLOCK),)
     try:
-        _cursor_kernel(name)[grid](*arguments, BLOCK=_CURSOR_BLOCK)
+        # Triton launches on the current device, wherever the tensors lie.
+        with torch.cuda.device(first.get_device()):
+            _cursor_kernel(name)[grid](first, *arguments, BLOCK=_CURSOR_BLOCK)
     except (RuntimeError, CalledProcessError) as error:
         explain_launcher_error(error)
         raise

@@ -143,7 +143,8 @@ def _renderer() -> Callable[[str, tuple[str, ...]], str | Path] | None:
 def _command(spec: Spec) -> str:
     """The command that adds a spec; heads of one group on one GPU stand for all that share it."""
     window = f" --buffer-len {spec.window}" if spec.window else ""
+    family = f"--family {spec.family} " if spec.family != "mamba2" else ""
     return (
-        f"add the shape: replayssm-tune tune --heads {spec.heads_per_group} --head-dim {spec.head_dim} "
+        f"add the shape: replayssm-tune tune {family}--heads {spec.heads_per_group} --head-dim {spec.head_dim} "
         f"--state-size {spec.state_size} --groups 1 --tp 1 --state-dtype {spec.state_dtype}{window}"
     )

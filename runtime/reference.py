@@ -324,14 +324,14 @@ def commit(
 
 def reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
     """Empty rings; see :func:`.cursors.reset`."""
-    _, slot = live_rows(slots, null_slot, len(ring_len))
+    _, slot = live_rows(slots, null_slot, len(ring_len), "slots")
     ring_start[slot] = 0
     ring_len[slot] = 0
 
 
 def drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, null_slot: int) -> None:
     """Move past all ring tokens; see :func:`.cursors.drained`."""
-    row, slot = live_rows(slots, null_slot, len(ring_len))
+    row, slot = live_rows(slots, null_slot, len(ring_len), "slots")
     start, length = live_cursors(row, slot, ring_start, ring_len, capacity, capacity)
     ring_start[slot] = (start + length) % capacity
     ring_len[slot] = 0

@@ -88,7 +88,11 @@ def signature_of(
         ArgumentError, SpecError: See :func:`.checks.check_step` and :func:`.checks.check_cursors`.
     """
     key = contract.name, tensors[0].shape, scalars, (*map(type, scalars),)  # 4.0 is equal to 4
-    for given, guard, absent, signature in _known.get(key, ()):
+    try:
+        known = _known.get(key, ())
+    except TypeError:  # Some scalar cannot be hashed, so it is none: the full check says which.
+        known = ()
+    for given, guard, absent, signature in known:
         if guard(*given(tensors)):
             for position in absent:
                 if tensors[position] is not None:
@@ -127,7 +131,8 @@ def check_out(tensors: Tensors, signature: CallSignature) -> None:
         ArgumentError: It overlaps one of them; the message says which.
     """
     contract = signature.contract
-    places = (begin := tensors[-1].data_ptr()), tensors[0].data_ptr(), tensors[contract.pool].data_ptr()
+    leading, pool = tensors[contract.leading], tensors[contract.pool]
+    places = (begin := tensors[-1].data_ptr()), leading.data_ptr(), pool.data_ptr()
     if places in signature.apart:
         return
     end = begin + signature.out_bytes

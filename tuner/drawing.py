@@ -233,7 +233,9 @@ def draw_checked(data: Data, console: Console) -> None:
 def draw_explained(data: Data, console: Console) -> None:
     """Draw :func:`.tables.explained_info`: a line per cell, or each with the places that were looked in."""
     for table in data["tables"]:
-        console.print(f"{table['of']}'s table for {table['gpu']}: {table['rows']} rows, {table['source']}")
+        static = f", {table['static_rows']} of them static" if table["source"] != "static" else ""
+        place = f"{table['of']}'s table for {table['gpu']}"
+        console.print(f"{place}: {table['rows']} rows, {table['source']}{static}")
     if not data["tables"]:
         console.print("no tables are installed")
     if data["whole"]:

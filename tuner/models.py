@@ -191,7 +191,7 @@ def _integer(config: Mapping[str, Any], keys: Sequence[str], where: str) -> int:
     raise UsageError(
         f"the config has no key '{keys[0]}'",
         where=where,
-        hint="add it, or give --heads, --head-dim, --state-size and --groups instead",
+        hint="add it, or give the shape by options: --family, --heads, --head-dim, --state-size, --groups",
     )
 
 

@@ -108,7 +108,13 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole:
 
 def _places(own: Sequence[Table], shipped: Sequence[Table]) -> list[Data]:
     return [
-        {"of": of, "gpu": table.gpu.name, "source": table.source, "rows": len(table.rows)}
+        {
+            "of": of,
+            "gpu": table.gpu.name,
+            "source": table.source,
+            "rows": len(table.rows),
+            "static_rows": sum(row.source == "static" for row in table.rows),
+        }
         for of, tables in (("user", own), ("package", shipped))
         for table in tables
     ]

@@ -222,7 +222,8 @@ def selected_models(
     missing = [option for option, value in shape.items() if value is None]
     for option, value in {"--groups": groups, "--family": family}.items():
         if len(missing) == len(shape) and value is not None:
-            raise UsageError(f"{option} alone is no shape", where=option, hint=f"add {', '.join(missing)}")
+            advice = "leave it out: the model says it" if chosen else f"add {', '.join(missing)}"
+            raise UsageError(f"{option} alone is no shape", where=option, hint=advice)
     if not missing:
         sizes = (heads or 0, head_dim or 0, state_size or 0)
         family = family or FAMILIES[0]
