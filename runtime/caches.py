@@ -74,8 +74,8 @@ class Cache:
         """Put sequences into slots of this cache, bit for bit; they go on where their snapshot was taken.
 
         The cache may be another one than the snapshot's, of equal sizes and dtypes but for the number of
-        slots. Cursors are written too, the ring of a convolution is not. With layers that share them restore each layer's snapshot of the same
-        moment: each writes the same numbers.
+        slots. Cursors are written too, the ring of a convolution is not. With layers that share cursors
+        restore each layer's snapshot of the same moment: each writes the same numbers.
 
         Args:
             snapshot: Of a cache like this one.

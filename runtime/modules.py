@@ -145,6 +145,7 @@ def _command(spec: Spec) -> str:
     window = f" --buffer-len {spec.window}" if spec.window else ""
     family = f"--family {spec.family} " if spec.family != "mamba2" else ""
     return (
-        f"add the shape: replayssm-tune tune {family}--heads {spec.heads_per_group} --head-dim {spec.head_dim} "
-        f"--state-size {spec.state_size} --groups 1 --tp 1 --state-dtype {spec.state_dtype}{window}"
+        f"add the shape: replayssm-tune tune {family}--heads {spec.heads_per_group} "
+        f"--head-dim {spec.head_dim} --state-size {spec.state_size} --groups 1 --tp 1 "
+        f"--state-dtype {spec.state_dtype}{window}"
     )

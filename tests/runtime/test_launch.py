@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from replayssm_tune.runtime.abi import launch_structure, tensor_arguments
+from replayssm_tune.runtime import launch
+from replayssm_tune.runtime.abi import TensorArgument, launch_structure, tensor_arguments
 from replayssm_tune.runtime.contracts import (
     GDN_MATERIALIZE,
     GDN_NATIVE_STEP,
@@ -86,3 +90,32 @@ def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
             # One stride per leading dimension of those tensors whose strides a kernel is given.
             assert len(argument.stride_dims) in (0, len(by_kernel[argument.name].dims) - 1)
     assert met == {*by_kernel}
+
+
+class _Counted(launch.Launcher):
+    def prepare(self, aligned: bool) -> Any:
+        return lambda tensors, null_slot, stream: self.devices.append(launch._current_device())
+
+    devices: list[int]
+
+
+def test_launches_are_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
+    monkeypatch.setattr(launch, "_raw_stream", lambda index: index)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index in (0, 1):
+        launcher = _Counted(
+            ("x", "y"), (TensorArgument("x", "fp32"), TensorArgument("y", "fp32")), {}, {}, index
+        )
+        launcher.devices = []
+        launcher.launch((None, None), -1)
+        assert launcher.devices == [index]
+    assert current == [0]

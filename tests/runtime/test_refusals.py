@@ -439,3 +439,25 @@ def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(
     ops.reset(torch.tensor([2]), **cursors)
     slots[2] = 2
     calls[0]()
+
+
+@pytest.mark.parametrize("scalar", [[4], {}, np.array([4, 4])])
+def test_scalars_that_cannot_be_hashed_are_refused(step: str, scalar: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"window is .*; expected a whole number"):
+        call(step, arguments(step) | {"window": scalar})
+    with pytest.raises(ArgumentError, match="capacity is"):
+        ops.drained(
+            torch.zeros(1, dtype=torch.int32),
+            ring_start=torch.zeros(1, dtype=torch.int32),
+            ring_len=torch.zeros(1, dtype=torch.int32),
+            capacity=scalar,
+        )
+
+
+def test_an_out_that_comes_to_lie_on_v_is_refused_in_a_warm_call() -> None:
+    given = arguments("gdn_step")
+    memory = torch.zeros(2, *given["v"].shape)
+    out, apart = memory[0], memory[1].copy_(given["v"])
+    call("gdn_step", given | {"v": apart, "out": out})
+    with pytest.raises(ArgumentError, match="out overlaps the memory of v"):
+        call("gdn_step", given | {"v": out, "out": out})
