@@ -78,8 +78,9 @@ def test_steps_of_snippets_are_what_they_warm_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(signatures, "_known", {})
     monkeypatch.setattr(signatures, "check_step", check)
     torch._dynamo.reset()
-    spec = execute(ROOT / "docs" / "runtime.md", "python")["spec"]
-    assert {signature.spec for signature in met} == {spec, spec.materialize}
+    names = execute(ROOT / "docs" / "runtime.md", "python")
+    spec = names["spec"]
+    assert {signature.spec for signature in met} == {spec, spec.materialize, names["gdn"]}
     for signature in met:
         for tensor in tensor_arguments(signature.spec, launch_structure(signature.spec)):
             assert signature.dtypes[tensor.name] == tensor.dtype, tensor.name
