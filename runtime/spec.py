@@ -94,7 +94,10 @@ class Spec:
             f"('{self.activation_dtype}') or fp32",
         )
         if self.family == "gdn":
-            _require(not self.has_d and not self.has_z, "GDN has neither a skip nor a gate: pass has_d=False, has_z=False")
+            _require(
+                not self.has_d and not self.has_z,
+                "GDN has neither a skip nor a gate: pass has_d=False, has_z=False",
+            )
             _require(self.dt_softplus, "GDN's gate always passes through softplus: dt_softplus must be True")
         else:
             _require(not self.qk_l2norm, f"qk_l2norm belongs to GDN, not to {self.family}")
