@@ -233,7 +233,8 @@ def draw_checked(data: Data, console: Console) -> None:
 def draw_explained(data: Data, console: Console) -> None:
     """Draw :func:`.tables.explained_info`: a line per cell, or each with the places that were looked in."""
     for table in data["tables"]:
-        static = f", {table['static_rows']} of them static" if table["source"] != "static" else ""
+        mixed = 0 < table["static_rows"] < table["rows"]
+        static = f", {table['static_rows']} of them static" if mixed else ""
         place = f"{table['of']}'s table for {table['gpu']}"
         console.print(f"{place}: {table['rows']} rows, {table['source']}{static}")
     if not data["tables"]:

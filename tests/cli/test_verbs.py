@@ -280,7 +280,10 @@ def test_names_are_shown_as_they_are_and_not_as_markup(call, tmp_path):
 def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call, tmp_path, monkeypatch):
     layer = ("--gpu", "H100", "--model", "nemotron-3-super-120b-a12b", "--tp", "1", "--state-dtype", "fp32")
     shipped = samples.table(
-        samples.measured_row(128), samples.measured_row(4096), gpu=targets.find("H200").info
+        samples.measured_row(128),
+        samples.measured_row(4096),
+        samples.static_row(2048),
+        gpu=targets.find("H200").info,
     )
     monkeypatch.setattr("replayssm_tune.tuner.tables.shipped_tables", lambda strict: (shipped,))
     save(samples.table(samples.measured_row(128), gpu=targets.find("H100").info), tmp_path / "mine.json")
@@ -289,7 +292,7 @@ def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call
     assert code == 0
     lines = out.splitlines()
     assert "user's table for H100 SXM: 1 rows, measured" in lines
-    assert "package's table for H200: 2 rows, measured" in lines
+    assert "package's table for H200: 3 rows, measured, 1 of them static" in lines
     steps = [line.split()[0].rstrip(":") for line in lines if line.startswith("    ")]
     serving = [line for line in lines if line.startswith("  * ")]
     assert [line.split()[1] for line in serving] == ["user", "sister"]
