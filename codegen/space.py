@@ -158,10 +158,7 @@ def _tiles(spec: Spec, variant: Variant) -> bool:
 
 
 def _stages(spec: Spec, variant: Variant) -> bool:
-    rounds = variant.tile.heads_per_program
-    if variant.structure.loop == "tiles":
-        rounds *= -(-spec.head_dim // variant.tile.block_p)
-    return variant.tile.num_stages == 1 or rounds >= variant.tile.num_stages
+    return variant.tile.num_stages == 1 or variant.rounds(spec.head_dim) >= variant.tile.num_stages
 
 
 def _registers(spec: Spec, variant: Variant) -> bool:

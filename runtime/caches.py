@@ -205,7 +205,7 @@ def ring_capacity(spec: Spec, conv_width: int = 1) -> int:
         ArgumentError: ``conv_width`` is no whole number of at least 1.
     """
     back = _size("conv_width", conv_width) - 1
-    return 0 if spec.is_native else spec.window + spec.num_tokens + back
+    return 0 if spec.is_native else spec.ring_capacity + back
 
 
 def bytes_per_slot(spec: Spec, heads: int, groups: int, capacity: int | None = None) -> int:
@@ -243,7 +243,7 @@ def _sizes(spec: Spec, heads: int, groups: int, capacity: int | None) -> tuple[i
             f"{heads} heads in {groups} groups do not fit the spec's {spec.heads_per_group} heads per group; "
             "pass the heads and groups of one GPU"
         )
-    least = ring_capacity(spec)
+    least = spec.ring_capacity
     given = least if capacity is None else _size("capacity", capacity, 0)
     if given < least:
         raise ArgumentError(

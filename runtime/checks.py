@@ -96,11 +96,11 @@ def check_step(contract: Contract, tensors: Sequence[Tensor | None], scalars: Se
     _whole_numbers(contract, scalars)
     spec = _spec(contract, tensors, scalars, sizes)
     capacity = sizes.get("capacity", 0)
-    if not spec.is_native and capacity < spec.window + spec.num_tokens:
+    if capacity < spec.ring_capacity:
         ring = contract.names[contract.sizes_at["capacity"][0]]
         raise ArgumentError(
             f"{op}: {ring} has room for {capacity} tokens (its dimension 2), too few for window "
-            f"{spec.window}: a ring needs window + {spec.num_tokens} = {spec.window + spec.num_tokens}; "
+            f"{spec.window}: a ring needs window + {spec.num_tokens} = {spec.ring_capacity}; "
             "allocate longer rings or use a smaller window"
         )
     _measure(contract, tensors, sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from subprocess import CalledProcessError
@@ -72,7 +73,7 @@ def _compiled(
         return CompiledPlan(spec, plan.variants, module_path, dtypes, aligned=aligned)
 
 
-class Launcher:
+class Launcher(ABC):
     """What the launches of like calls share; one launch serves aligned pointers, another any.
 
     Args:
@@ -103,9 +104,9 @@ class Launcher:
         )  # fmt: skip
         self._launches: list[Launch | None] = [None, None]
 
+    @abstractmethod
     def prepare(self, aligned: bool) -> Launch:
         """Compile; the launch for pointers and strides that are, or are not, multiples of 16 bytes."""
-        raise NotImplementedError
 
     def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
         """Launch on the current stream; ``tensors`` in the order of the contract.

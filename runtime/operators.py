@@ -9,6 +9,7 @@ checks together.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -61,7 +62,7 @@ def late(function: str, module: str = "launch") -> Callable[..., Any]:
     return call
 
 
-class _Operator:
+class _Operator(ABC):
     """What all kinds share: registration, and the choice of a way for each call.
 
     Args:
@@ -90,8 +91,9 @@ class _Operator:
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
         self._overload: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
 
+    @abstractmethod
     def _checked(self, tensors: Tensors, scalars: tuple[Any, ...], null: int) -> None:
-        raise NotImplementedError
+        """Run it on arguments that nobody has checked."""
 
 
 class _SignedOperator(_Operator):

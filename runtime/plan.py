@@ -114,10 +114,18 @@ class Variant:
         """Canonical string of structure and tile, joined by ``/``."""
         return f"{self.structure.key}/{self.tile.key}"
 
+    def row_blocks(self, head_dim: int) -> int:
+        """Blocks of rows that a head is divided into."""
+        return -(-head_dim // self.tile.block_p)
+
+    def rounds(self, head_dim: int) -> int:
+        """Rounds of a program's loop: heads, or all row tiles of them."""
+        tiles = self.row_blocks(head_dim) if self.structure.loop == "tiles" else 1
+        return self.tile.heads_per_program * tiles
+
     def programs_per_row(self, head_dim: int, heads: int) -> int:
         """Programs that serve one sequence with ``heads`` heads."""
-        row_blocks = 1 if self.structure.loop == "tiles" else -(-head_dim // self.tile.block_p)
-        return row_blocks * (heads // self.tile.heads_per_program)
+        return heads * self.row_blocks(head_dim) // self.rounds(head_dim)
 
     @classmethod
     def parse(cls, key: str) -> Variant:

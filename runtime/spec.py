@@ -182,6 +182,11 @@ class Spec:
         return self.op == "native_step"
 
     @property
+    def ring_capacity(self) -> int:
+        """The least tokens per ring, without a convolution under the same cursors; 0 for ``native_step``."""
+        return 0 if self.is_native else self.window + self.num_tokens
+
+    @property
     def native(self) -> Spec:
         """The ``native_step`` spec of the same layer."""
         return dataclasses.replace(

@@ -54,7 +54,7 @@ class LayerStack:
         rows, heads, layers = shape.rows, shape.heads, self.layers
         groups = heads // spec.heads_per_group
         slots = rows + 1
-        capacity = spec.window + spec.num_tokens
+        capacity = spec.ring_capacity
         activation, ring = TORCH_DTYPES[spec.activation_dtype], TORCH_DTYPES[spec.ring_dtype]
         p, n = spec.head_dim, spec.state_size
         gdn = spec.family == "gdn"
@@ -144,7 +144,7 @@ class LayerStack:
         dtypes = tuple(DTYPE_NAMES[t.dtype] for t in layers[0])
         compiled = compile_variants(self.spec, variants, dtypes)
         strides = tensor_strides(self.spec, structure, layers[0])
-        scalars = () if self.native else (self.spec.window + self.spec.num_tokens,)
+        scalars = () if self.native else (self.spec.ring_capacity,)
         launch = compiled.bind(self.shape.rows, self.shape.heads, strides, scalars)
         raw_stream = torch.cuda.current_stream
 

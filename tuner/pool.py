@@ -124,7 +124,7 @@ def make_pool(
     if spec.is_native:
         capacity = 0
     elif capacity is None:
-        capacity = spec.window + spec.num_tokens
+        capacity = spec.ring_capacity
     shapes = {
         "state": (spec.state_dtype, (heads, spec.head_dim, spec.state_size)),
         "ring_x": (spec.ring_dtype, (heads, capacity, spec.head_dim)),

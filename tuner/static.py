@@ -123,8 +123,7 @@ def estimate_us(
     """Estimated time of one step in the staggered mix (the native step: of every step), in µs."""
     k, spec, variant, kernel = constants, compiled.spec, compiled.variant, compiled.step
     structure, tile = variant.structure, variant.tile
-    row_blocks = -(-spec.head_dim // tile.block_p)
-    rounds = tile.heads_per_program * (row_blocks if structure.loop == "tiles" else 1)
+    rounds = variant.rounds(spec.head_dim)
     if structure.role == "native":
         ran, chain = k.native_share * kernel.instructions, k.native_cycles
     else:
@@ -134,7 +133,7 @@ def estimate_us(
     ran += k.spill_instructions * kernel.spills_bytes * rounds
     waits = 0.0 if tile.num_stages > 1 else k.head_cycles * rounds
     life_cycles = chain + k.barrier_cycles * math.log2(tile.num_warps) + ran * k.instruction_cycles + waits
-    programs = effective_batch * row_blocks / rounds
+    programs = effective_batch * variant.row_blocks(spec.head_dim) / rounds
     waves = max(1.0, programs / (resident_programs(gpu, compiled) * gpu.sm_count))
     issued = programs * tile.num_warps * ran
     launches = k.launch_us + (k.second_launch_us if len(compiled.kernels) > 1 else 0.0)

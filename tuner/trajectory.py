@@ -130,7 +130,7 @@ class Trajectory:
         self._slots = 2 * sequences + 2 if slots is None else slots
         self._accept, self._attend, self._deltas = accept, attend, deltas
         self._index_dtype, self._gap_bytes = index_dtype, gap_bytes
-        self.capacity = 0 if spec.is_native else spec.window + spec.num_tokens
+        self.capacity = spec.ring_capacity
         if capacity is not None and self.capacity:
             self.capacity = capacity
 

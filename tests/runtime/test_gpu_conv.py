@@ -12,28 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from replayssm_tune.runtime import commit, compiled, conv_seed, conv_step, reset, warmup, warmup_conv
 from tests.runtime import conv_scenes
-from tests.runtime.calls import P64_BF16
+from tests.runtime.calls import P64_BF16, captured
 from tests.runtime.conv_scenes import Scene, same
 
 WINDOW, WIDTH = 16, 4
-
-
-@pytest.fixture
-def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function after whose call every compilation of this process raises."""
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a kernel was compiled where everything should have been")
-
-    def forbid() -> None:
-        monkeypatch.setattr(triton, "compile", refuse)
-        monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", refuse, raising=False)
-
-    return forbid
 
 
 def random_call(
@@ -175,16 +160,6 @@ def test_empty_rows_keep_stale_slots(device: str) -> None:
     assert not bool(y[5:].any())
     assert same(conv_step(**alone, query_start=query_start[:4].contiguous()), y)
     assert same(given["ring"], alone["ring"])
-
-
-def captured(device: str, body: Callable[[], None]) -> Callable[[], None]:
-    """What replays ``body``: a CUDA graph, on a CPU the body itself."""
-    if device == "cpu":
-        return body
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return graph.replay
 
 
 def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Callable[[], None]) -> None:
