@@ -52,6 +52,11 @@ AXES: Final = (
     Axis("scores", STRUCTURE_VALUES["scores"], "ring scores B.C: sums in registers, or a tensor-core dot"),
     Axis("load", STRUCTURE_VALUES["load"], "state loaded where it is used, or ahead of everything else"),
     Axis("loop", STRUCTURE_VALUES["loop"], "a program's loop: its heads, or all row tiles of its heads"),
+    Axis(
+        "solve",
+        STRUCTURE_VALUES["solve"],
+        "triangular system of new tokens: by columns, or its inverse",
+    ),
     Axis("block_p", _POWERS, "rows of the state a program holds"),
     Axis("block_n", _POWERS, "columns a read-out loads at a time (early, native: that a thread's row spans)"),
     Axis("fold_block_n", (0, *_POWERS), "columns a fold works on at a time"),
@@ -84,6 +89,14 @@ def reads_old(structure: Structure) -> bool:
 
 def _own_axes(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
+    if structure.solve != "columns" and (spec.op, spec.family) != ("verify", "gdn"):
+        return False
+    if spec.op == "verify":
+        # Products with all tokens of a row at once are dots, or the tensor cores would idle.
+        return structure.role in roles(spec) and structure == Structure(
+            structure.role, structure.coefficients, "output_only", "dot", "dot", "late", structure.loop,
+            structure.solve,
+        )  # fmt: skip
     keeps_rows = structure.role in ("both", "nonflush")
     return (
         structure.role in roles(spec)
@@ -95,7 +108,7 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
 
 def _precomputed(spec: Spec, variant: Variant) -> bool:
     # In GDN what the ring gets (u) hangs on the read-out: little is left to compute ahead.
-    return variant.structure.coefficients == "inline" or spec.family == "mamba2"
+    return variant.structure.coefficients == "inline" or spec.family == "mamba2" or spec.verifies
 
 
 def _early(spec: Spec, variant: Variant) -> bool:
@@ -109,7 +122,7 @@ def _early(spec: Spec, variant: Variant) -> bool:
 
 def _dot_readout(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
-    if structure.readout != "dot":
+    if structure.readout != "dot" or spec.op == "verify":
         return True
     if structure.load != "late" or state_block(spec) < 16 or variant.tile.block_p < 16:
         return False
@@ -124,10 +137,14 @@ def _dot_readout(spec: Spec, variant: Variant) -> bool:
 
 
 def _dot_scores(spec: Spec, variant: Variant) -> bool:
-    return variant.structure.scores != "dot" or (
-        DTYPE_BYTES[spec.ring_dtype] == 2
-        and spec.ring_dtype == spec.activation_dtype
-        and state_block(spec) >= 16
+    return (
+        variant.structure.scores != "dot"
+        or spec.op == "verify"
+        or (
+            DTYPE_BYTES[spec.ring_dtype] == 2
+            and spec.ring_dtype == spec.activation_dtype
+            and state_block(spec) >= 16
+        )
     )
 
 
@@ -152,6 +169,7 @@ def _tiles(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     return structure.loop == "heads" or (
         (structure.load, structure.coefficients) == ("late", "inline")
+        and not spec.verifies
         and spec.heads_per_group <= MAX_TILED_HEADS
         and variant.tile.block_p <= next_power_of_two(spec.head_dim)
     )
@@ -236,11 +254,14 @@ def points(spec: Spec, role: str) -> Space:
     """
     if role not in roles(spec):
         raise ValueError(f"kernels of {spec.op} have the roles {', '.join(roles(spec))}, not '{role}'")
-    default = default_plan(spec).variants[0]
-    held = {} if default.structure.role != role else {default: None}
+    default = next((v for v in default_plan(spec).variants if v.structure.role == role), None)
+    held = {} if default is None else {default: None}
     rejected = {constraint.name: 0 for constraint in CONSTRAINTS}
     wanted = dict.fromkeys(
-        variant for region in REGIONS if role in region.roles for variant in region.variants(spec, role)
+        variant
+        for region in REGIONS
+        if spec.op in region.ops and role in region.roles
+        for variant in region.variants(spec, role)
     )
     for variant in wanted:
         broken = "" if variant in held else broken_constraint(spec, variant)
@@ -253,7 +274,7 @@ def points(spec: Spec, role: str) -> Space:
         role,
         tuple(held),
         MappingProxyType({name: count for name, count in rejected.items() if count}),
-        default if default.structure.role == role else None,
+        default,
     )
 
 

@@ -32,6 +32,8 @@ class TensorArgument:
     """Loaded in vectors along its innermost dimension: its alignment matters."""
     per_row: bool = False
     """An integer per row, int32 or int64 as the caller has it: a slot, or a count."""
+    optional: bool = False
+    """A call may leave it out: the same module serves both ways."""
 
     @property
     def pointer(self) -> str:
@@ -69,26 +71,36 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
             TensorArgument("ring_start", "i32"),
             TensorArgument("ring_len", "i32"),
         ]
-    arguments.append(TensorArgument("slot_index", "i32", per_row=True))
+    if spec.op == "native_verify":
+        arguments += [
+            TensorArgument("slot_index", "i32", ("row",), per_row=True),
+            TensorArgument("accepted", "i32", per_row=True),
+        ]
+    else:
+        arguments.append(TensorArgument("slot_index", "i32", per_row=True))
     if structure.role == "materialize":
         arguments += [TensorArgument(name, "i32", per_row=True) for name in ("destination", "prefix")]
         return (*arguments, *([TensorArgument("a", "fp32")] if spec.family == "mamba2" else []))
+    outer = "row"
+    if spec.verifies:
+        arguments.append(TensorArgument("query_start", "i32", optional=True))
+        outer = "token"
     arguments += [
-        TensorArgument("x", activation, ("row", "head"), True),
-        TensorArgument("dt", activation, ("row",)),
+        TensorArgument("x", activation, (outer, "head"), True),
+        TensorArgument("dt", activation, (outer,)),
         TensorArgument("a", "fp32"),
-        TensorArgument("b", activation, ("row", "group"), True),
-        TensorArgument("c", activation, ("row", "group"), True),
+        TensorArgument("b", activation, (outer, "group"), True),
+        TensorArgument("c", activation, (outer, "group"), True),
     ]
     if spec.family == "gdn":
-        arguments.append(TensorArgument("beta", activation, ("row",)))
+        arguments.append(TensorArgument("beta", activation, (outer,)))
     if spec.has_d:
         arguments.append(TensorArgument("d", "fp32"))
     if spec.has_z:
-        arguments.append(TensorArgument("z", activation, ("row", "head"), True))
+        arguments.append(TensorArgument("z", activation, (outer, "head"), True))
     if spec.has_dt_bias:
         arguments.append(TensorArgument("dt_bias", "fp32"))
-    arguments.append(TensorArgument("out", activation, ("row", "head"), True))
+    arguments.append(TensorArgument("out", activation, (outer, "head"), True))
     if structure.coefficients == "precomputed":
         arguments.append(TensorArgument("scratch", "fp32", ("row",)))
     return tuple(arguments)

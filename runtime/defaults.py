@@ -4,7 +4,8 @@ It is what engines ship today: for Mamba-2 decode a coefficient kernel and one l
 per row, 16 rows of the state at a time, one warp; for its native step a block that shrinks with the
 state size and four to eight warps. For Gated DeltaNet one launch that rebuilds the state, and a native
 step, 32 rows at a time, one warp each: engines' rebuild takes 64 rows, which spill here. What
-materialises states is ours alone.
+materialises states is ours alone. Drafts are verified by two launches that rows of the other branch leave
+at once, 64 rows of the state at a time (32 to fold), two warps, and natively 32 rows at a time by one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def default_plan(spec: Spec) -> Plan:
     if spec.op == "materialize":
         tile = Tile(min(32, next_power_of_two(spec.head_dim)), block_n, min(64, block_n))
         return Plan((Variant(Structure(role="materialize"), tile),))
+    if spec.op == "verify":
+        return _verify_plan(spec, block_n)
+    if spec.op == "native_verify":
+        tile = Tile(min(32, next_power_of_two(spec.head_dim)), block_n)
+        return Plan((Variant(Structure(role="native"), tile),))
     if spec.family == "gdn":
         return Plan((_gdn_variant(spec, block_n),))
     if spec.is_native:
@@ -39,9 +45,19 @@ def default_plan(spec: Spec) -> Plan:
     return Plan((Variant(structure, tile),))
 
 
+def _verify_plan(spec: Spec, block_n: int) -> Plan:
+    whole = max(16, next_power_of_two(spec.head_dim))
+
+    def variant(role: str, rows: int, fold: int) -> Variant:
+        tile = Tile(min(rows, whole), block_n, fold, num_warps=2)
+        return Variant(Structure(role, readout="dot", scores="dot"), tile)
+
+    return Plan((variant("nonflush", 64, 0), variant("flush", 32, min(64, block_n))))
+
+
 def defaults_beside(spec: Spec) -> dict[Spec, Plan]:
     """What serves beside a table's rows of ``spec``: its default, and that of what materialises a step."""
-    specs = (spec, spec.materialize) if spec.op == "step" else (spec,)
+    specs = (spec, spec.materialize) if spec.op in ("step", "verify") else (spec,)
     return {one: default_plan(one) for one in specs}
 
 

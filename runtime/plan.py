@@ -20,7 +20,9 @@ one branch, rows of the other leave at once; ``native``: the baseline without a 
 
 PLAN_ROLES: Final = {
     "step": (("both",), ("nonflush", "flush")),
+    "verify": (("both",), ("nonflush", "flush")),
     "native_step": (("native",),),
+    "native_verify": (("native",),),
     "materialize": (("materialize",),),
 }
 """Roles of the kernels that plans are made of, by the op of their spec."""
@@ -33,6 +35,7 @@ STRUCTURE_VALUES: Final = {
     "scores": ("elementwise", "dot"),
     "load": ("late", "early"),
     "loop": ("heads", "tiles"),
+    "solve": ("columns", "inverse"),
 }
 """What each field of a :class:`Structure` may be; the first is what a role without the axis has."""
 
@@ -42,7 +45,7 @@ class Structure:
     """Structural choices: they change the generated module.
 
     Axes that a role does not have stand at their first value (``inline``, ``output_only``,
-    ``elementwise``, ``late``, ``heads``), so that equal kernels are equal records.
+    ``elementwise``, ``late``, ``heads``, ``columns``), so that equal kernels are equal records.
     """
 
     role: str
@@ -58,6 +61,9 @@ class Structure:
     """State load: ``late``, where it is used, or ``early``, ahead of the cursors (one head, one tile)."""
     loop: str = "heads"
     """What a program loops over: its ``heads``, with one block of rows each, or all row ``tiles`` of them."""
+    solve: str = "columns"
+    """GDN with drafts: the triangular system of the new tokens is solved ``columns`` by columns on the right
+    hand side, or its ``inverse`` is formed and applied by a dot."""
 
     def __post_init__(self) -> None:
         for name, values in STRUCTURE_VALUES.items():
@@ -69,10 +75,15 @@ class Structure:
     def key(self) -> str:
         """Canonical string, e.g. ``both.inline.output_only.elementwise.elementwise.late``.
 
-        A loop over heads goes without saying, as in keys from before there was another.
+        A loop over heads and a solve by columns at the end go without saying, as in keys from before
+        there was another.
         """
-        *parts, loop = dataclasses.astuple(self)
-        return ".".join(parts if loop == "heads" else (*parts, loop))
+        parts = list(dataclasses.astuple(self))
+        for unsaid in ("columns", "heads"):
+            if parts[-1] != unsaid:
+                break
+            parts.pop()
+        return ".".join(parts)
 
 
 @dataclass(frozen=True, order=True)

@@ -20,9 +20,11 @@ DTYPE_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_HEAD_DIM: Final = 256
 MAX_STATE_SIZE: Final = 256
 MAX_WINDOW: Final = 64
+MAX_TOKENS: Final = 16
+"""Tokens of a row that one step takes, drafts and the one before them."""
 
 FAMILIES: Final = ("mamba2", "gdn")
-OPS: Final = ("step", "native_step", "materialize")
+OPS: Final = ("step", "verify", "native_step", "native_verify", "materialize")
 
 
 @dataclass(frozen=True, order=True)
@@ -31,13 +33,15 @@ class Spec:
 
     Args:
         family: Recurrence family, one of :data:`FAMILIES`: Mamba-2, or Gated DeltaNet (``gdn``).
-        op: ``step`` (replay decode with a ring), ``native_step`` (state written every step) or
-            ``materialize`` (ring tokens folded into a state of another slot).
+        op: ``step`` (replay decode with a ring, one token a row), ``verify`` (the same for rows of up to
+            ``num_tokens`` tokens), ``native_step`` (state written every step), ``native_verify`` (a state
+            written for every token) or ``materialize`` (ring tokens folded into a state of another slot).
         head_dim: Values per head, P, 1 to 256; of GDN the value dim, V.
         state_size: State columns per value, N, 1 to 256; of GDN the key dim, K.
         heads_per_group: Heads that share one B and one C; of GDN value heads that share a key head.
-        window: Ring tokens held before a flush, W, 1 to 64; 0 for ``native_step``.
-        num_tokens: Tokens per step, T = 1 + drafts; at most ``window``.
+        window: Ring tokens held before a flush, W, 1 to 64; 0 for the native ops.
+        num_tokens: Most tokens of a row, T = 1 + drafts, 1 to 16 and at most ``window``; 1 where the op
+            takes one.
         activation_dtype: dtype of x, B, C, z, dt and of the output; of GDN of v, k, q, a, b.
         state_dtype: dtype the state is stored in.
         ring_dtype: dtype of the ring's x and B (GDN: u and k): the activation dtype or fp32.
@@ -101,9 +105,14 @@ class Spec:
             _require(self.dt_softplus, "GDN's gate always passes through softplus: dt_softplus must be True")
         else:
             _require(not self.qk_l2norm, f"qk_l2norm belongs to GDN, not to {self.family}")
+        most = MAX_TOKENS if self.verifies else 1
+        _require(
+            1 <= self.num_tokens <= most,
+            f"{self.num_tokens - 1} drafts make {self.num_tokens} tokens a row, {self.op} takes 1 to {most}; "
+            + ("use fewer drafts" if self.verifies else "drafts belong to the ops that verify"),
+        )
         if self.is_native:
-            _require(self.window == 0, f"native_step has no ring: window must be 0, not {self.window}")
-            _require(self.num_tokens == 1, "native_step takes one token a step")
+            _require(self.window == 0, f"{self.op} has no ring: window must be 0, not {self.window}")
             return
         if self.op == "materialize":
             _require(
@@ -115,14 +124,9 @@ class Spec:
             f"window {self.window} is outside 1..{MAX_WINDOW}; choose a buffer length in that range",
         )
         _require(
-            1 <= self.num_tokens <= self.window,
+            self.num_tokens <= self.window,
             f"{self.num_tokens - 1} drafts make {self.num_tokens} tokens a step, beyond the window of "
             f"{self.window}; use fewer drafts or a longer buffer",
-        )
-        _require(
-            self.num_tokens == 1,
-            f"{self.num_tokens - 1} drafts: draft verification is not available in this version; "
-            "use 0 drafts",
         )
 
     @property
@@ -179,19 +183,23 @@ class Spec:
     @property
     def is_native(self) -> bool:
         """Whether every step writes the state: such a spec has no ring, and kernels of its own."""
-        return self.op == "native_step"
+        return self.op in ("native_step", "native_verify")
+
+    @property
+    def verifies(self) -> bool:
+        """Whether rows have up to ``num_tokens`` tokens each, packed one after the other."""
+        return self.op in ("verify", "native_verify")
 
     @property
     def ring_capacity(self) -> int:
-        """The least tokens per ring, without a convolution under the same cursors; 0 for ``native_step``."""
+        """The least tokens per ring, without a convolution under the same cursors; 0 for the native ops."""
         return 0 if self.is_native else self.window + self.num_tokens
 
     @property
     def native(self) -> Spec:
-        """The ``native_step`` spec of the same layer."""
-        return dataclasses.replace(
-            self, op="native_step", window=0, num_tokens=1, ring_dtype=self.activation_dtype
-        )
+        """The spec of the same layer without a ring: ``native_step``, or ``native_verify`` for drafts."""
+        op = "native_verify" if self.verifies else "native_step"
+        return dataclasses.replace(self, op=op, window=0, ring_dtype=self.activation_dtype)
 
     @property
     def materialize(self) -> Spec:

@@ -282,7 +282,7 @@ def specs(
     window: int,
     drafts: int = 0,
 ) -> list[tuple[Spec, int]]:
-    """Every ``step`` spec of ``model`` with the heads that one GPU holds of it.
+    """Every ``step`` (with drafts: ``verify``) spec of ``model`` with the heads that one GPU holds of it.
 
     Layers are as their models have them: Mamba-2 with a skip, GDN with q and k normalised by the kernel.
 
@@ -303,7 +303,7 @@ def specs(
             try:
                 spec = Spec(
                     family=model.family,
-                    op="step",
+                    op="verify" if drafts else "step",
                     head_dim=model.head_dim,
                     state_size=model.state_size,
                     heads_per_group=share.heads_per_group,

@@ -54,6 +54,7 @@ _CHOICES: Final[dict[str, tuple[str | int | bool, ...]]] = {
     "scores": ("elementwise", "dot"),
     "load": ("late", "early"),
     "loop": ("heads", "tiles"),
+    "solve": ("columns", "inverse"),
     "num_stages": tuple(range(1, 9)),
     "max_registers": (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 168, 192, 224, 240, 255),
     "evict_first": (False, True),
