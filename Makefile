@@ -55,7 +55,8 @@ generate: $(STAMP)
 
 # What documents say of records and code: figures, tables, the command line.
 docs: $(STAMP)
-	$(BIN)/python benchmarks/summary.py --write-docs
+	$(BIN)/python benchmarks/summary.py
+	$(BIN)/python benchmarks/documents.py
 	$(BIN)/python benchmarks/figure.py
 	$(BIN)/python -m replayssm_tune.tuner.cli.reference docs/cli.md
 	$(BIN)/python -m replayssm_tune.codegen.catalogue docs/*.md

@@ -1,4 +1,4 @@
-"""The README's figure: step time of a layer against batch for roof, replay and native kernel.
+"""The README's figure: step time of a layer of each family against batch, for roof, replay and native kernel.
 
     python benchmarks/figure.py
 
@@ -19,6 +19,7 @@ from xml.sax.saxutils import escape
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.documents import FAMILY_NAMES
 from benchmarks.summary import ROOT, Record, load_summary, select
 
 FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
@@ -35,19 +36,20 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One state dtype: per kernel its points (effective batch, µs), ascending."""
+    """One layer and state dtype: per kernel its points (effective batch, µs), ascending."""
 
+    layer: str
     state_dtype: str
     series: dict[str, tuple[tuple[int, float], ...]]
 
 
 def info(records: Iterable[Record], gpu: str = "", **layer: Any) -> tuple[Panel, ...]:
-    """Panels of one layer, those without points left out.
+    """Panels of one layer, those without points left out; their ``layer`` is family, head dim and state size.
 
     Args:
         records: Recorded figures; claims ``step_time_us`` count.
         gpu: The GPU; empty takes the one with most points.
-        layer: Values of the cell, e.g. ``head_dim=64, heads_per_group=16``.
+        layer: Values of the cell that only one layer has, e.g. ``family="gdn", heads_per_group=2, T=1``.
     """
     chosen = select(records, "step_time_us", **layer)
     if not gpu and chosen:
@@ -62,63 +64,89 @@ def info(records: Iterable[Record], gpu: str = "", **layer: Any) -> tuple[Panel,
             if points:
                 series[kernel] = tuple(points)
         if series:
-            panels.append(Panel(state_dtype, series))
+            cell = chosen[0]["cell"]
+            name = f"{FAMILY_NAMES[cell['family']]} {cell['head_dim']} x {cell['state_size']}"
+            panels.append(Panel(name, state_dtype, series))
     return tuple(panels)
 
 
-WIDTH, HEIGHT = 900, 400
+WIDTH, ROW_HEIGHT = 900, 300
 _TOP, _BOTTOM, _LEFT, _RIGHT, _GAP = 64, 52, 64, 20, 36
+_ROW_GAP = 36
 
 
-def draw(panels: Sequence[Panel], title: str) -> str:
-    """The figure as SVG text: panels side by side on common logarithmic axes."""
-    points = [point for panel in panels for series in panel.series.values() for point in series]
+def draw(rows: Sequence[Sequence[Panel]], title: str) -> str:
+    """The figure as SVG text: panels of a row side by side, all on common logarithmic axes.
+
+    Raises:
+        ValueError: No panel has a point.
+    """
+    rows = [panels for panels in rows if panels]
+    points = [p for panels in rows for panel in panels for series in panel.series.values() for p in series]
     if not points:
         raise ValueError("nothing to draw: no step_time_us records; derive summary.json from a run first")
     x_range = (min(p[0] for p in points), max(p[0] for p in points))
     y_range = (min(p[1] for p in points) / 1.25, max(p[1] for p in points) * 1.25)
-    panel_width = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
+    height = _TOP + _BOTTOM + len(rows) * (ROW_HEIGHT + _ROW_GAP) - _ROW_GAP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{escape(title, {chr(34): "&quot;"})}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         _text(_LEFT, 24, title, size=15, weight=600),
     ]
-    for index, panel in enumerate(panels):
-        left = _LEFT + index * (panel_width + _GAP)
-        parts += _panel(panel, left, panel_width, x_range, y_range, first=index == 0)
+    for row, panels in enumerate(rows):
+        width = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
+        top = _TOP + row * (ROW_HEIGHT + _ROW_GAP)
+        for column, panel in enumerate(panels):
+            box = _Box(_LEFT + column * (width + _GAP), top, width, ROW_HEIGHT)
+            parts += _panel(panel, box, x_range, y_range, first=column == 0, last=row == len(rows) - 1)
+            if (row, column) == (0, 0):
+                parts += _legend(panel, box.left + 12, box.top + 12)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 
+@dataclass(frozen=True)
+class _Box:
+    """Where a panel's axes lie."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
 def _panel(
     panel: Panel,
-    left: float,
-    width: float,
+    box: _Box,
     x_range: tuple[float, float],
     y_range: tuple[float, float],
     first: bool,
+    last: bool,
 ) -> list[str]:
-    bottom = HEIGHT - _BOTTOM
+    left, right, bottom = box.left, box.left + box.width, box.top + box.height
 
     def x(value: float) -> float:
-        return left + width * _place(value, x_range)
+        return left + box.width * _place(value, x_range)
 
     def y(value: float) -> float:
-        return bottom - (bottom - _TOP) * _place(value, y_range)
+        return bottom - box.height * _place(value, y_range)
 
-    parts = [_text(left, _TOP - 12, f"{panel.state_dtype} state", weight=600)]
+    parts = [_text(left, box.top - 10, f"{panel.layer}, {panel.state_dtype} state", weight=600)]
     for tick in ticks(*y_range):
-        parts.append(_line(left, y(tick), left + width, y(tick)))
+        parts.append(_line(left, y(tick), right, y(tick)))
         if first:
             parts.append(_text(left - 8, y(tick) + 4, f"{tick:g}", anchor="end"))
     for tick in _octaves(*x_range):
-        parts.append(_line(x(tick), _TOP, x(tick), bottom))
-        parts.append(_text(x(tick), bottom + 18, str(tick), anchor="middle"))
-    parts.append(_text(left + width / 2, bottom + 40, "effective batch (sequences x heads)", anchor="middle"))
+        parts.append(_line(x(tick), box.top, x(tick), bottom))
+        if last:
+            parts.append(_text(x(tick), bottom + 18, str(tick), anchor="middle"))
+    if last:
+        middle = (left + right) / 2
+        parts.append(_text(middle, bottom + 40, "effective batch (sequences x heads)", anchor="middle"))
     if first:
-        middle = (_TOP + bottom) / 2
+        middle = (box.top + bottom) / 2
         parts.append(
             f'<text x="18" y="{middle:.1f}" text-anchor="middle" fill="#374151" '
             f'transform="rotate(-90 18 {middle:.1f})">step of a layer, µs</text>'
@@ -134,8 +162,6 @@ def _panel(
                 f'<circle cx="{x(b):.1f}" cy="{y(t):.1f}" r="2.5" fill="{COLOURS[kernel]}"/>'
                 for b, t in points
             ]
-    if first:
-        parts += _legend(panel, left + 12, _TOP + 12)
     return parts
 
 
@@ -186,20 +212,20 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#e5e7eb"/>'
 
 
+LAYERS = (
+    {"family": "mamba2", "head_dim": 64, "state_size": 128, "heads_per_group": 16},
+    {"family": "gdn", "head_dim": 128, "state_size": 128, "heads_per_group": 2},
+)
+"""What the README shows, a row each: the layers of Nemotron-3 Super and of Qwen3.5 4B."""
+
+
 def figure(records: Sequence[Record]) -> str:
-    """The README's figure: the layer of Nemotron-3 Super, 16 heads a group of 64 x 128."""
-    layer = {
-        "family": "mamba2",
-        "head_dim": 64,
-        "state_size": 128,
-        "heads_per_group": 16,
-        "window": 16,
-        "T": 1,
-    }
-    gpus = sorted({r["cell"]["gpu"] for r in select(records, "step_time_us", **layer)})
+    """The README's figure: a layer of each family that was timed, one token a step."""
+    step = {"op": "step", "window": 16, "T": 1}
+    gpus = sorted({r["cell"]["gpu"] for r in select(records, "step_time_us", **step)})
     gpu = "H200" if "H200" in gpus or not gpus else gpus[0]
-    panels = info(records, gpu, **layer)
-    return draw(panels, f"Mamba-2 decode on {gpu}: head dim 64, state size 128, bf16 activations, window 16")
+    rows = [info(records, gpu, **layer, **step) for layer in LAYERS]
+    return draw(rows, f"Decode on {gpu}, a token a step: bf16 activations, window 16")
 
 
 if __name__ == "__main__":

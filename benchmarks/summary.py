@@ -1,33 +1,33 @@
-"""From recorded runs to one flat list of figures, and from that to the documents' tables.
+"""From recorded runs to one flat list of figures: ``results/summary.json``.
 
-    python benchmarks/summary.py                derive results/summary.json from the run files
-    python benchmarks/summary.py --write-docs   and rewrite the generated regions of the documents
+    python benchmarks/summary.py
 
-A run file is ``results/<date>-<gpu>-<what>.json``:
+``benchmarks/documents.py`` and ``benchmarks/figure.py`` draw on that list. A run file is
+``results/<date>-<gpu>-<what>.json``:
 
     {"environment": {...}, "protocol": {...}, "what": "tune", "gpu": "H200", "date": "2026-11-30",
      "cells": [{"spec": key, "effective_batch": n, "plan": key,
-                "time_us": {"mix": .., "nonflush": .., "flush": ..}, "roof_us": {"read": .., "scale": ..},
+                "time_us": {"mix": .., "nonflush": .., "flush": ..},
+                "roof_us": {"read": .., "scale": .., "mix": ..},
                 "native_us": .., "native_name": "..", "default_us": {"mix": ..}, "noise_floor": ..,
                 "samples_us": {...}}],
      "stages": [{"spec": key, "effective_batch": n, "mode": "nonflush", "plan": key, "roof_us": ..,
                  "time_us": .., "without_us": {"output": .., ...}}],
-     "totals": {"tune_minutes": .., "scope": ".."},
+     "totals": {"tune_minutes": .., "resumed": false, "scope": ".."},
      "records": [{"claim": .., "cell": {...}, "value": .., "unit": .., ...}]}
 
 Only ``gpu``, ``date`` and ``what`` are required. Of two runs that say the same of one cell the newer
-one counts. A generated region of a document stands between ``<!-- figures:begin NAME -->`` and
-``<!-- figures:end -->``, NAME being one of :data:`REGIONS`.
+one counts. ``resumed`` says that a run found measurements or binaries of an earlier one: how long it took
+is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
+others.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,27 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "summary.json"
 
-ASKED_BATCH = 32768
+ASKED_OF = {"mamba2": {"head_dim": 64, "effective_batch": 32768}, "gdn": {"effective_batch": 8192}}
+"""The cells of which shares of the roof are asked, by family."""
+
 ASKED_SHARES = {
-    ("nonflush_roof_share", "fp32"): 0.87,
-    ("nonflush_roof_share", "bf16"): 0.79,
-    ("flush_roof_share", "fp32"): 0.93,
-    ("flush_roof_share", "bf16"): 0.80,
-    ("mix_roof_share", "fp32"): 0.87,
+    ("nonflush_roof_share", "mamba2", 1): {"fp32": 0.87, "bf16": 0.79},
+    ("nonflush_roof_share", "mamba2", 4): {"fp32": 0.80, "bf16": 0.74},
+    ("nonflush_roof_share", "mamba2", 8): {"fp32": 0.78, "bf16": 0.74},
+    ("nonflush_roof_share", "gdn", 1): {"fp32": 0.79, "bf16": 0.70},
+    ("nonflush_roof_share", "gdn", 4): {"fp32": 0.66},
+    ("nonflush_roof_share", "gdn", 8): {"fp32": 0.55},
+    ("flush_roof_share", "mamba2", 1): {"fp32": 0.93, "bf16": 0.80},
+    ("mix_roof_share", "mamba2", 1): {"fp32": 0.87},
 }
-"""What is asked of Mamba-2 at effective batch 32768, head dim 64, by claim and state dtype."""
+"""Shares of the roof that are asked, by claim, family and tokens a step, and by state dtype."""
 
 ASKED_TUNE_MINUTES = 6.0
 """Asked of a cold tune of the model below, both state dtypes, 16 cores: a scope that begins with it."""
 ASKED_TUNE_SCOPE = "nemotron-3-super-120b-a12b"
+
+OPS = {"verify": "step", "native_verify": "native_step"}
+"""A cell's ``op`` where it is not the spec's own: what verifies drafts is a step of ``T`` tokens."""
 
 CELL_KEYS = (
     "family", "op", "T", "window", "head_dim", "state_size", "heads_per_group", "state_dtype",
@@ -78,6 +86,8 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
         yield from _stage_records(cell, gpu)
     totals = dict(run.get("totals", {}))
     scope = totals.pop("scope", run["what"])
+    if totals.pop("resumed", False):
+        totals.pop("tune_minutes", None)
     for claim, value in totals.items():
         timed = claim == "tune_minutes" and str(scope).startswith(ASKED_TUNE_SCOPE)
         asked = ASKED_TUNE_MINUTES if timed else None
@@ -110,8 +120,8 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
             continue
         claim = f"{branch}_roof_share"
         asked = None
-        if batch == ASKED_BATCH and (spec.family, spec.head_dim) == ("mamba2", 64):
-            asked = ASKED_SHARES.get((claim, spec.state_dtype))
+        if all(key[name] == wanted for name, wanted in ASKED_OF[spec.family].items()):
+            asked = ASKED_SHARES.get((claim, spec.family, spec.num_tokens), {}).get(spec.state_dtype)
         yield _record(claim, key, roof / time_us[branch], asked, "1", True)
     mix = time_us.get("mix")
     native, default = cell.get("native_us"), cell.get("default_us", {}).get("mix")
@@ -139,7 +149,7 @@ def _stage_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
 def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
     return {
         "family": spec.family,
-        "op": spec.op,
+        "op": OPS.get(spec.op, spec.op),
         "T": spec.num_tokens,
         "window": spec.window,
         "head_dim": spec.head_dim,
@@ -163,9 +173,14 @@ def _finite(value: Any) -> Any:
 
 
 def mix_roof_us(spec: Spec, roof_us: dict[str, float]) -> float | None:
-    """Roof of the staggered mix: every row reads, a share 1/W of them also writes."""
+    """Roof of the staggered mix: what the run says, else of one token a step: 1/W of the rows flush.
+
+    With more tokens a step that share depends on how many of them are kept, which the run alone knows.
+    """
+    if "mix" in roof_us:
+        return roof_us["mix"]
     read, scale = roof_us.get("read"), roof_us.get("scale")
-    if read is None or scale is None or not spec.window:
+    if read is None or scale is None or not spec.window or spec.num_tokens > 1:
         return None
     return read + (scale - read) / spec.window
 
@@ -221,204 +236,6 @@ def select(records: Iterable[Record], claim: str, **cell: Any) -> list[Record]:
     return [r for r in records if r["claim"] == claim and all(r["cell"].get(k) == v for k, v in cell.items())]
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _layer(cell: Cell) -> str:
-    if cell.get("family") == "gdn":
-        sizes = f"{cell['head_dim']} x {cell['state_size']}"
-        return f"GDN {sizes}, {cell['heads_per_group']} value heads/key head"
-    return f"{cell['head_dim']} x {cell['state_size']}, {cell['heads_per_group']} heads/group"
-
-
-Steps = list[tuple[Cell, dict[str, float]]]
-"""Timed cells in order, each with its step times in µs by kernel."""
-
-STEPS_HEADER = ("GPU", "head dim x state", "state", "effective batch", "roof, µs", "replay, µs", "native, µs",
-                "default, µs", "of roof", "vs native")  # fmt: skip
-
-OVERVIEW_BATCHES = (1, 128, 1024, 8192, 32768)
-"""Of each curve the overview shows the batches nearest to these."""
-
-
-def _steps(records: Sequence[Record]) -> Steps:
-    cells: dict[str, tuple[Cell, dict[str, float]]] = {}
-    for record in select(records, "step_time_us"):
-        cell = {k: v for k, v in record["cell"].items() if k != "kernel"}
-        values = cells.setdefault(json.dumps(cell), (cell, {}))[1]
-        values[record["cell"]["kernel"]] = record["value"]
-    return list(cells.values())
-
-
-def _curves(records: Sequence[Record]) -> list[Steps]:
-    """Timed cells that differ in their batch alone, together."""
-    curves: dict[str, Steps] = {}
-    for cell, values in _steps(records):
-        curve = json.dumps({k: v for k, v in cell.items() if k != "effective_batch"})
-        curves.setdefault(curve, []).append((cell, values))
-    return list(curves.values())
-
-
-def _steps_table(steps: Steps) -> str:
-    rows = []
-    for cell, values in steps:
-        replay = values.get("replay")
-        rows.append(
-            [
-                cell["gpu"],
-                _layer(cell),
-                cell["state_dtype"],
-                str(cell["effective_batch"]),
-                *(f"{values[k]:.4g}" if k in values else "" for k in ("roof", "replay", "native", "default")),
-                f"{values['roof'] / replay:.2f}" if replay and "roof" in values else "",
-                f"{values['native'] / replay:.2f}" if replay and "native" in values else "",
-            ]
-        )
-    return _markdown(STEPS_HEADER, rows)
-
-
-def steps_region(records: Sequence[Record]) -> str:
-    """Step time of every timed cell: roof, replay, native, and what they mean for each other."""
-    return _steps_table(_steps(records))
-
-
-def overview_region(records: Sequence[Record]) -> str:
-    """A few batches of every curve, the smallest one included."""
-    chosen: Steps = []
-    for curve in _curves(records):
-        batches = [cell["effective_batch"] for cell, _ in curve]
-        shown = {min(batches, key=lambda b: abs(math.log(b / near))) for near in OVERVIEW_BATCHES}
-        chosen += [step for step in curve if step[0]["effective_batch"] in shown]
-    return _steps_table(chosen)
-
-
-def losses_region(records: Sequence[Record]) -> str:
-    """Per curve: where the native kernel is faster than replay, and where nothing beat the default."""
-    rows = []
-    for curve in _curves(records):
-        ratios = {
-            c["effective_batch"]: v["native"] / v["replay"] for c, v in curve if {"native", "replay"} <= {*v}
-        }
-        if not ratios:
-            continue
-        lost = [batch for batch, ratio in ratios.items() if ratio < 1]
-        default = sum("default" in v and v["default"] <= v.get("replay", 0.0) for _, v in curve)
-        cell = curve[0][0]
-        rows.append(
-            [
-                cell["gpu"],
-                _layer(cell),
-                cell["state_dtype"],
-                str(len(curve)),
-                str(len(lost)),
-                str(max(lost)) if lost else "",
-                f"{min(ratios.values()):.2f}",
-                f"{max(ratios.values()):.2f}",
-                str(default),
-            ]
-        )
-    measured = ["batches timed", "native faster at", "up to effective batch", "worst vs native"]
-    header = ["GPU", "head dim x state", "state", *measured, "best vs native", "default unbeaten at"]
-    return _markdown(header, rows)
-
-
-def asked_region(records: Sequence[Record]) -> str:
-    """Every figure with a goal other than "not slower than native", and the goal."""
-    rows = []
-    for record in records:
-        if record["asked"] is None or record["claim"] == "mix_vs_native":
-            continue
-        cell = record["cell"]
-        what = cell.get("scope") or f"{_layer(cell)}, {cell['state_dtype']}, batch {cell['effective_batch']}"
-        sign = "≥" if record["higher_is_better"] else "≤"
-        unit = "" if record["unit"] == "1" else f" {record['unit']}"
-        rows.append(
-            [
-                record["claim"],
-                cell.get("gpu", ""),
-                what,
-                f"{record['value']:.3g}{unit}",
-                f"{sign} {record['asked']:.3g}{unit}",
-                "yes" if reached(record) else "no",
-            ]
-        )
-    return _markdown(["figure", "GPU", "of", "value", "asked", "reached"], rows)
-
-
-def stages_region(records: Sequence[Record]) -> str:
-    """Step time with one stage left out at a time, a row per cell and mode."""
-    found = select(records, "stage_time_us")
-    columns = list(dict.fromkeys(r["cell"]["without"] for r in found if "without" in r["cell"]))
-    # As it is first, combinations last.
-    columns.sort(key=lambda name: (name != "nothing", len(name)))
-    cells: dict[str, tuple[Cell, dict[str, float]]] = {}
-    for record in found:
-        cell = {k: v for k, v in record["cell"].items() if k not in ("without", "kernel")}
-        values = cells.setdefault(json.dumps(cell), (cell, {}))[1]
-        values[record["cell"].get("without", "roof")] = record["value"]
-    rows = [
-        [
-            cell["gpu"],
-            cell["state_dtype"],
-            str(cell["effective_batch"]),
-            cell["mode"],
-            *(f"{values[name]:.4g}" if name in values else "" for name in ("roof", *columns)),
-        ]
-        for cell, values in cells.values()
-    ]
-    return _markdown(["GPU", "state", "effective batch", "mode", "roof, µs", *columns], rows)
-
-
-REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
-    "steps": steps_region,
-    "overview": overview_region,
-    "losses": losses_region,
-    "asked": asked_region,
-    "stages": stages_region,
-}
-"""Generated regions of documents by name."""
-
-_REGION = re.compile(
-    r"(?P<begin><!-- figures:begin (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- figures:end -->)", re.DOTALL
-)
-
-
-def render(text: str, records: Sequence[Record]) -> str:
-    """A document's text with its generated regions written anew.
-
-    Raises:
-        KeyError: A region has a name nobody knows.
-    """
-    return _REGION.sub(lambda m: f"{m['begin']}\n{REGIONS[m['name']](records)}\n\n{m['end']}", text)
-
-
-def documents(root: Path = ROOT) -> list[Path]:
-    """Documents that may have generated regions."""
-    return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Derive the recorded figures and what is drawn from them.")
-    parser.add_argument("--write-docs", action="store_true", help="rewrite the documents' generated regions")
-    options = parser.parse_args(arguments)
-    records = derive(load_runs())
-    SUMMARY.write_text(dumps(records), encoding="utf-8")
-    if options.write_docs:
-        for path in documents():
-            text = path.read_text(encoding="utf-8")
-            rendered = render(text, records)
-            if rendered != text:
-                path.write_text(rendered, encoding="utf-8")
-                print(f"rewrote {path.relative_to(ROOT)}")
-    missed = [r for r in records if r["asked"] is not None and not reached(r)]
-    for record in missed:
-        print(f"{record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}")
-    print(f"{len(records)} records, {len(missed)} below what is asked")
-    return 0
-
-
 def reached(record: Record) -> bool:
     """Whether a figure is at least as good as what is asked of it."""
     better = (
@@ -427,6 +244,16 @@ def reached(record: Record) -> bool:
         else record["value"] <= record["asked"]
     )
     return bool(better)
+
+
+def main() -> int:
+    records = derive(load_runs())
+    SUMMARY.write_text(dumps(records), encoding="utf-8")
+    missed = [r for r in records if r["asked"] is not None and not reached(r)]
+    for record in missed:
+        print(f"{record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}")
+    print(f"{len(records)} records, {len(missed)} below what is asked")
+    return 0
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def resolve_work(
     layers_of: dict[Spec, list[str]] = {}
     notes: list[str] = []
     for model in models:
-        for gpus in tensor_parallel or _possible_splits(model):
+        for gpus in tensor_parallel or possible_splits(model):
             note = split(model, gpus).note
             if note and note not in notes:
                 notes.append(note)
@@ -214,8 +214,12 @@ def resolve_work(
     ), tuple(notes)
 
 
-def _possible_splits(model: Model) -> tuple[int, ...]:
-    """The usual splits without those the model cannot have; one GPU must always do."""
+def possible_splits(model: Model) -> tuple[int, ...]:
+    """The usual splits without those the model cannot have; one GPU must always do.
+
+    Raises:
+        SpecError: It does not.
+    """
     split(model, 1)
     possible = []
     for gpus in DEFAULT_TENSOR_PARALLEL:

@@ -10,8 +10,9 @@ from ..codegen.targets import Gpu
 from ..runtime.errors import TableError
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
 from ..runtime.table import Table, load
-from .report import Data, short
-from .request import Work
+from .models import Model, split
+from .report import Data, short, table_info
+from .request import Work, possible_splits
 
 
 def read(paths: Sequence[Path]) -> tuple[Table, ...]:
@@ -56,6 +57,35 @@ def for_gpu(tables: Iterable[Table], gpu: Gpu) -> tuple[Table, ...]:
             hint=f"make one: replayssm-tune --gpu '{gpu.name}'",
         )
     return found
+
+
+def shown_info(tables: Sequence[Table], models: Sequence[Model] = ()) -> Data:
+    """Tables as data, with ``models`` only the rows of their layers, of any op, window and dtypes.
+
+    Raises:
+        TableError: No table has such a row.
+        SpecError: A model's heads cannot be divided among its groups.
+    """
+    layers = {
+        (model.family, model.head_dim, model.state_size, split(model, gpus).heads_per_group)
+        for model in models
+        for gpus in possible_splits(model)
+    }
+    wanted = {
+        row.spec.key
+        for table in tables
+        for row in table.rows
+        if (row.spec.family, row.spec.head_dim, row.spec.state_size, row.spec.heads_per_group) in layers
+    }
+    if models and not wanted:
+        gpus_at_hand = ", ".join(sorted({table.gpu.name for table in tables})) or "none"
+        raise TableError(
+            f"no row of {', '.join(model.name for model in models)}",
+            where=f"tables at hand: {gpus_at_hand}",
+            hint=f"make some: replayssm-tune --gpu NAME --model {models[0].name}",
+        )
+    shown = [table_info(table, wanted) for table in tables]
+    return {"tables": [data for data in shown if data["specs"] or not models]}
 
 
 def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole: bool = False) -> Data:

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks import figure, summary
+from benchmarks import documents, figure, summary
 
 KEY = "mamba2-step-p64-n128-g16-w16-t1-xbf16-s{}-rbf16-fdbs"
 
@@ -58,8 +58,8 @@ def test_times_without_a_stage_stand_beside_the_whole_and_the_roof():
     assert value(records, "stage_time_us", without="nothing") == 3.0
     assert value(records, "stage_time_us", without="output") == 2.9
     assert value(records, "stage_time_us", kernel="roof") == 2.0
-    region = summary.stages_region(records)
-    assert "| H200 | fp32 | 16 | nonflush | 2 | 3 | 2.9 |" in region
+    region = documents.stages_region(records)
+    assert "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 | fp32 | 16 | nonflush | 2 | 3 | 2.9 |" in region
 
 
 def test_what_is_asked_stands_beside_the_cells_it_is_asked_of():
@@ -77,9 +77,9 @@ def test_layers_of_both_families_are_told_apart():
     records = summary.derive([("a.json", run(cell(32768), gdn))])
     assert [r["asked"] for r in summary.select(records, "flush_roof_share", family="gdn")] == [None]
     assert [r["asked"] for r in summary.select(records, "flush_roof_share", family="mamba2")] == [0.93]
-    region = summary.steps_region(records)
+    region = documents.steps_region(records)
     assert "| GDN 64 x 128, 16 value heads/key head |" in region
-    assert "| 64 x 128, 16 heads/group |" in region
+    assert "| Mamba-2 64 x 128, 16 heads/group |" in region
     (panel,) = figure.info(records, "H200", family="mamba2", head_dim=64)
     assert panel.series["replay"] == ((32768, 300.0),)
 
@@ -129,43 +129,111 @@ def test_order_and_text_are_canonical():
 def test_regions_are_rewritten_and_the_rest_is_left_alone():
     records = summary.derive([("a.json", run(cell(32768)))])
     text = "before\n<!-- figures:begin steps -->\nstale 123\n<!-- figures:end -->\nafter 55\n"
-    rendered = summary.render(text, records)
+    rendered = documents.render(text, records)
     assert "stale" not in rendered
     assert rendered.startswith("before\n")
     assert rendered.endswith("after 55\n")
     assert (
-        "| H200 | 64 x 128, 16 heads/group | fp32 | 32768 | 245 | 300 | 560 | 360 | 0.82 | 1.87 |" in rendered
+        "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 | fp32 | 32768 | 245 | 300 | 560 | 360 | 0.82 | 1.87 |"
+        in rendered
     )
-    assert summary.render(rendered, records) == rendered
+    assert documents.render(rendered, records) == rendered
     with pytest.raises(KeyError):
-        summary.render("<!-- figures:begin nobody -->\n<!-- figures:end -->", records)
+        documents.render("<!-- figures:begin nobody -->\n<!-- figures:end -->", records)
 
 
 def test_asked_region_shows_goal_and_value():
     records = summary.derive([("a.json", run(cell(32768)))])
-    assert "| flush_roof_share | H200 |" in summary.asked_region(records)
-    assert "| 0.991 | ≥ 0.93 |" in summary.asked_region(records)
+    assert "| flush_roof_share | H200 |" in documents.asked_region(records)
+    assert "| 0.991 | ≥ 0.93 |" in documents.asked_region(records)
 
 
 def test_what_did_not_run_makes_no_claims():
     records = summary.derive([("a.json", run(cell(128, native_us=float("inf"))))])
     assert summary.select(records, "mix_vs_native") == []
     assert "Infinity" not in summary.dumps(records)
-    assert "| 300 |  | 360 |" in summary.steps_region(records)
+    assert "| 300 |  | 360 |" in documents.steps_region(records)
 
 
 def test_losses_are_counted_per_curve():
     slow = cell(64, native_us=240.0, default_us={"mix": 300.0})
     records = summary.derive([("a.json", run(slow, cell(128), cell(32, native_us=270.0)))])
-    row = "| H200 | 64 x 128, 16 heads/group | fp32 | 3 | 2 | 64 | 0.80 | 1.87 | 1 |"
-    assert row in summary.losses_region(records)
-    assert summary.losses_region([]).count("\n") == 1
+    row = "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 | fp32 | 3 | 2 | 64 | 0.80 | 1.87 | 1 |"
+    assert row in documents.losses_region(records)
+    assert documents.losses_region([]).count("\n") == 1
 
 
-def test_the_overview_shows_the_smallest_batch_and_those_near_round_ones():
-    records = summary.derive([("a.json", run(*map(cell, (16, 48, 128, 192, 1024, 16384, 32768))))])
-    shown = [line.split(" | ")[3] for line in summary.overview_region(records).splitlines()[2:]]
-    assert shown == ["16", "128", "1024", "16384", "32768"]
+def test_the_overview_has_a_row_per_curve_with_the_batches_near_round_ones():
+    faster = [cell(batch, native_us=native) for batch, native in ((16, 270.0), (48, 240.0), (96, 330.0))]
+    large = cell(32832, time_us={"mix": 280.0}, native_us=560.0, default_us={"mix": 308.0})
+    records = summary.derive([("a.json", run(*faster, cell(1056), large, cell(16, "bf16")))])
+    fp32, bf16 = documents.overview_region(records).splitlines()[:1:-1]
+    layer = "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 |"
+    # None of the timed batches is near 8192.
+    assert fp32 == f"{layer} fp32 | 48 | 0.90 | 1.10 | 1.87 |  | 2.00 | 280 | 0.88 | 1.10 |"
+    assert bf16 == f"{layer} bf16 | nowhere | 1.87 |  |  |  |  |  |  |  |"
+
+
+def test_goals_count_the_layers_and_batches_that_reach_them():
+    other = cell(32768, spec=KEY.format("fp32").replace("g16", "g8"), time_us={"nonflush": 300.0})
+    runs = [("a.json", run(cell(32768), other, cell(128, native_us=280.0), totals={"tune_minutes": 9.0}))]
+    ready = {"claim": "lookup_1000_ms", "value": 4, "asked": 10, "unit": "ms", "higher_is_better": False}
+    region = documents.goals_region(
+        summary.derive([*runs, ("b.json", run(records=[{**ready, "cell": {"scope": "cold"}}]))])
+    )
+    of = "Mamba-2, T 1, fp32"
+    assert f"| nonflush_roof_share | H200 | {of}, batch 32768 | 0.75 to 0.9 | ≥ 0.87 | 1 of 2 |" in region
+    assert f"| mix_vs_native | H200 | {of}, every batch | 0.933 to 1.87 | ≥ 1 | 1 of 2 |" in region
+    assert "| lookup_1000_ms |  | cold | 4 ms | ≤ 10 ms | yes |" in region
+    assert "tune_minutes" not in region
+
+
+def verifying(tokens, family="mamba2", **changes):
+    key = KEY.format("fp32") if family == "mamba2" else "gdn-step-p128-n128-g2-w16-t1-xbf16-sfp32-rbf16-fbsl"
+    spec = key.replace("-step-", "-verify-").replace("-t1-", f"-t{tokens}-")
+    roofs = {
+        "roof_us": {"read": 225.0, "scale": 545.0, "mix": 305.0},
+        "time_us": {"mix": 400.0, "nonflush": 250.0},
+    }
+    return cell(changes.pop("batch", 32768), spec=spec, **{**roofs, **changes})
+
+
+def test_verification_is_a_step_of_more_tokens_with_goals_of_its_own():
+    cells = [cell(32768), verifying(4), verifying(8), verifying(4, "gdn", batch=8192), verifying(8, "gdn")]
+    records = summary.derive([("a.json", run(*cells))])
+    assert {r["cell"]["op"] for r in records} == {"step"}
+    shares = summary.select(records, "nonflush_roof_share")
+    asked = {(r["cell"]["family"], r["cell"]["T"]): r["asked"] for r in shares}
+    assert asked == {
+        ("mamba2", 1): 0.87,
+        ("mamba2", 4): 0.8,
+        ("mamba2", 8): 0.78,
+        ("gdn", 4): 0.66,
+        ("gdn", 8): None,
+    }
+    assert {line.split(" | ")[2] for line in documents.steps_region(records).splitlines()[2:]} == {
+        "1",
+        "4",
+        "8",
+    }
+    assert "T 8" in documents.asked_region(records)
+
+
+def test_the_roof_of_a_mix_of_drafts_is_what_the_run_says():
+    records = summary.derive([("a.json", run(verifying(4)))])
+    assert value(records, "mix_roof_share") == pytest.approx(305 / 400, rel=1e-3)
+    unsaid = verifying(4, roof_us={"read": 225.0, "scale": 545.0})
+    assert summary.select(summary.derive([("a.json", run(unsaid))]), "mix_roof_share") == []
+
+
+def test_a_resumed_run_claims_no_time_of_a_tune():
+    totals = {"tune_minutes": 0.7, "scope": "nemotron-3-super-120b-a12b"}
+    cold, resumed = (run(cell(128), totals={**totals, "resumed": again}) for again in (False, True))
+    assert value(summary.derive([("a.json", cold)]), "tune_minutes") == 0.7
+    records = summary.derive([("a.json", resumed)])
+    assert summary.select(records, "tune_minutes") == []
+    assert value(records, "step_time_us", kernel="replay") == 300.0
+    assert not [r for r in records if "resumed" in r["claim"]]
 
 
 def test_reached():
@@ -180,9 +248,9 @@ def test_the_recorded_summary_is_what_the_recorded_runs_say():
 
 def test_documents_state_the_recorded_figures():
     records = summary.load_summary()
-    for path in summary.documents():
+    for path in documents.documents():
         text = path.read_text(encoding="utf-8")
-        assert summary.render(text, records) == text, f"{path.name}: run benchmarks/summary.py --write-docs"
+        assert documents.render(text, records) == text, f"{path.name}: run benchmarks/documents.py"
 
 
 def curve(state_dtype):
@@ -196,6 +264,7 @@ def test_figure_data():
     records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16")))])
     panels = figure.info(records, head_dim=64)
     assert [panel.state_dtype for panel in panels] == ["fp32", "bf16"]
+    assert {panel.layer for panel in panels} == {"Mamba-2 64 x 128"}
     assert list(panels[0].series) == ["native", "replay", "roof"]
     assert panels[0].series["replay"] == ((16, 3.16), (128, 4.28), (1024, 13.24), (8192, 84.92))
     assert figure.info(records, head_dim=80) == ()
@@ -209,15 +278,20 @@ def test_figure_takes_the_gpu_with_most_points():
 
 
 def test_the_figure_is_well_formed_and_the_same_every_time():
-    records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16")))])
+    gdn = [{**c, "spec": "gdn-step-p128-n128-g2-w16-t1-xbf16-sfp32-rbf16-fbsl"} for c in curve("fp32")]
+    records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16"), *gdn))])
     text = figure.figure(records)
     assert text == figure.figure(records)
     svg = ET.fromstring(text)
     lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 6
+    assert len(lines) == 9
+    height = float(svg.attrib["viewBox"].split()[3])
+    texts = [element.text for element in svg.findall("{http://www.w3.org/2000/svg}text")]
+    assert {"Mamba-2 64 x 128, fp32 state", "Mamba-2 64 x 128, bf16 state"} <= set(texts)
+    assert "GDN 128 x 128, fp32 state" in texts
     for line in lines:
         points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        assert all(0 <= x <= figure.WIDTH and 0 <= y <= figure.HEIGHT for x, y in points)
+        assert all(0 <= x <= figure.WIDTH and 0 <= y <= height for x, y in points)
         assert [x for x, _ in points] == sorted(x for x, _ in points)
 
 

@@ -257,6 +257,10 @@ def test_tables_are_shown_and_explained(call, tuner, tmp_path):
     assert code == 0
     assert json.loads(out)["tables"][0]["gpu"] == "H200"
     assert call("table", "show", str(path), "--gpu", "B200")[0] == 9
+    code, out, _ = call("table", "show", str(path), "--model", "nemotron-3-super-120b-a12b", "--json")
+    assert (code, len(json.loads(out)["tables"][0]["specs"])) == (0, 1)
+    assert call("table", "show", str(path), "--model", "qwen3.5-4b")[0] == 9
+    assert call("table", "show", str(path), "--model", "qwen")[0] == 2
     code, out, _ = call(
         "table", "explain", str(path), "--gpu", "H100", "--model", "nemotron-3-super-120b-a12b", "--tp", "1",
         "--state-dtype", "fp32", "--batch", "1",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .. import request
+from .. import models, request
 from . import options, output
 
 _PATHS = click.argument("tables", nargs=-1, type=click.Path(path_type=Path), metavar="[TABLE]...")
@@ -24,18 +24,26 @@ def table(context: click.Context) -> None:
 @table.command()
 @_PATHS
 @options.gpu_option
+@click.option(
+    "--model",
+    "model_names",
+    multiple=True,
+    metavar="NAME",
+    help="Only rows of this model's layers, however it is split; may be repeated.",
+)
 @options.result_options
-def show(tables: tuple[Path, ...], gpu: str | None, as_json: bool) -> None:
+def show(tables: tuple[Path, ...], gpu: str | None, model_names: tuple[str, ...], as_json: bool) -> None:
     """Show the rows of tables; no TABLE means the user's and the installed ones."""
     from ...codegen import targets
-    from .. import drawing, report
+    from .. import drawing
     from .. import tables as reader
+
+    wanted = tuple(models.find(name) for name in model_names)
 
     found = reader.read(tables) if tables else reader.installed()
     if gpu is not None:
         found = reader.for_gpu(found, targets.find(gpu))
-    data = {"tables": [report.table_info(t) for t in found]}
-    output.emit(data, drawing.draw_tables, as_json)
+    output.emit(reader.shown_info(found, wanted), drawing.draw_tables, as_json)
 
 
 @table.command()
