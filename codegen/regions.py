@@ -107,6 +107,12 @@ def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
     return values
 
 
+def _dot_rows(spec: Spec) -> tuple[int, ...]:
+    """Blocks for a dot, within the head."""
+    return tuple(p for p in (16, 32, 64) if p <= max(16, _whole_head(spec)))
+
+
+_DRAFTS: Final = ("verify",)
 _DOT: Final = MappingProxyType({"readout": "dot"})
 _EARLY: Final = MappingProxyType({"load": "early"})
 _LATE: Final[Mapping[str, str]] = MappingProxyType({})
@@ -115,6 +121,10 @@ _PRECOMPUTED_DOT: Final = MappingProxyType({"coefficients": "precomputed", "read
 _REBUILD: Final = MappingProxyType({"route": "rebuild"})
 _TILES: Final = MappingProxyType({"loop": "tiles"})
 _TILES_DOT: Final = MappingProxyType({"readout": "dot", "loop": "tiles"})
+_VERIFY: Final = MappingProxyType({"readout": "dot", "scores": "dot"})
+_VERIFY_AHEAD: Final = MappingProxyType({**_VERIFY, "coefficients": "precomputed"})
+_VERIFY_TILES: Final = MappingProxyType({**_VERIFY_AHEAD, "loop": "tiles"})
+_VERIFY_INVERSE: Final = MappingProxyType({**_VERIFY_TILES, "solve": "inverse"})
 _SCORES: Final = MappingProxyType({"scores": "dot"})
 
 REGIONS: Final = (
@@ -205,11 +215,52 @@ REGIONS: Final = (
     Region(
         "The native step: reads and writes only.",
         ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
+        ops=("native_step", "native_verify"),
     ),
     Region(
         "Reads a state, folds ring tokens, writes another.",
         ("materialize",), _LATE, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 4),
         warps_stages=((1, 1), (2, 1), (4, 1)),
+    ),
+    Region(
+        "Drafts, few programs: one launch, small tiles.",
+        ("both",), _VERIFY, _dot_rows, _whole, _columns(32, 128),
+        warps_stages=((1, 1), (2, 1), (4, 1)), ops=_DRAFTS,
+    ),
+    Region(
+        "Drafts: coefficients ahead, the state through shared memory into the dots, heads in flight.",
+        ("both",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
+        warps_stages=((2, 2), (2, 3), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "Drafts, groups of few heads: the loop goes over row tiles too.",
+        ("both",), _VERIFY_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2),
+        warps_stages=((2, 2), (2, 3), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "Drafts whose triangular system is solved ahead.",
+        ("both",), _VERIFY_INVERSE, _large_rows, _whole, _columns(32), _heads_up_to(2),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "Drafts, a launch of their own for rows that keep their state.",
+        ("nonflush",), _VERIFY_AHEAD, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4, 8),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("nonflush",), _VERIFY_TILES, _large_rows, _whole, heads_per_program=_heads_up_to(1, 2),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "Drafts, a launch of their own for rows that fold.",
+        ("flush",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("flush",), _VERIFY_TILES, _large_rows, _whole, _columns(32), _heads_up_to(1, 2),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
     ),
 )  # fmt: skip
 """Where each role is searched. Widen a region, or add one, for a GPU that differs."""

@@ -122,8 +122,12 @@ def _early(spec: Spec, variant: Variant) -> bool:
 
 def _dot_readout(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
-    if structure.readout != "dot" or spec.op == "verify":
+    if structure.readout != "dot":
         return True
+    if spec.op == "verify":
+        # Whatever the dtypes are: those that a dot does not take as they come are widened.
+        folded = variant.tile.fold_block_n >= 16 or not folds(structure)
+        return variant.tile.block_p >= 16 and variant.tile.block_n == state_block(spec) and folded
     if structure.load != "late" or state_block(spec) < 16 or variant.tile.block_p < 16:
         return False
     if not reads_old(structure):
@@ -168,8 +172,8 @@ def _tiles(spec: Spec, variant: Variant) -> bool:
     """A loop over tiles pays where a group has few heads to loop over."""
     structure = variant.structure
     return structure.loop == "heads" or (
-        (structure.load, structure.coefficients) == ("late", "inline")
-        and not spec.verifies
+        structure.load == "late"
+        and (structure.coefficients == "inline" or spec.verifies)
         and spec.heads_per_group <= MAX_TILED_HEADS
         and variant.tile.block_p <= next_power_of_two(spec.head_dim)
     )
@@ -205,7 +209,7 @@ CONSTRAINTS: Final = (
     Constraint("block_p within the head", _block_of_rows),
     Constraint("blocks within the state", _block_of_columns),
     Constraint("heads_per_program divides the group", _heads),
-    Constraint("loop over tiles: late load, inline, few heads a group, blocks within the head", _tiles),
+    Constraint("loop over tiles: late load, few heads a group, blocks within the head, one kernel", _tiles),
     Constraint("num_stages within the loop", _stages),
     Constraint("state values per thread", _registers),
 )

@@ -140,7 +140,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def state_block(spec: Spec) -> int:
-    """Columns of the whole state, rounded up to a power of two; at least a dot's 16 where tokens are verified."""
+    """Columns of the whole state, rounded up to a power of two; of drafts at least a dot's 16."""
     block = next_power_of_two(spec.state_size)
     return max(16, block) if spec.op == "verify" else block
 
@@ -207,12 +207,12 @@ def scratch(spec: Spec, structure: Structure) -> Scratch:
     """
     if not spec.verifies:
         return Scratch((), (("weight", ring_block(spec)), ("decay", 1), ("new", 1), ("token_decay", 1)))
-    columns, rows, ring = token_block(spec, structure), token_rows(spec), ring_block(spec)
+    columns, ring = token_block(spec, structure), ring_block(spec)
     reads, matrices, vectors = (1, 1, 1) if spec.family == "mamba2" else (2, 2, 3)
     return Scratch(
         tuple((f"score{i}", ring * columns) for i in range(reads)),
         (
-            *((f"matrix{i}", rows * columns) for i in range(matrices)),
+            *((f"matrix{i}", spec.num_tokens * columns) for i in range(matrices)),
             ("weight", ring),
             *((f"column{i}", columns) for i in range(vectors)),
             ("decay", 4),
@@ -220,6 +220,8 @@ def scratch(spec: Spec, structure: Structure) -> Scratch:
     )
 
 
+COEFFICIENT_WARPS = 4
+"""Warps of a kernel that works out coefficients of tokens to verify."""
 COEFFICIENT_HEADS = 16
 """Heads of a group whose coefficients one program works out, of tokens to verify."""
 

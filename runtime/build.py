@@ -15,7 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .abi import CONSTEXPRS, TensorArgument, next_power_of_two, scalar_arguments, tensor_arguments
+from .abi import (
+    COEFFICIENT_WARPS,
+    CONSTEXPRS,
+    TensorArgument,
+    next_power_of_two,
+    scalar_arguments,
+    tensor_arguments,
+)
 from .errors import CompileError
 from .plan import Structure, Tile, Variant
 from .spec import DTYPE_BYTES, Spec
@@ -133,7 +140,10 @@ def compile_kernel(
     """
     dtypes = dtypes or default_dtypes(spec, variant.structure)
     unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled)
-    return compile_unit(unit, options(variant.tile), target, f"{spec.key} {variant.key}")
+    stated = options(variant.tile)
+    if spec.verifies and not tiled:
+        stated = options(Tile(1, 1, num_warps=COEFFICIENT_WARPS))
+    return compile_unit(unit, stated, target, f"{spec.key} {variant.key}")
 
 
 def compile_unit(

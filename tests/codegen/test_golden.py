@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import os
 import subprocess
@@ -37,6 +38,11 @@ GDN_ODD = Spec(
     activation_dtype="fp16", ring_dtype="fp32", state_dtype="fp16", has_d=False, has_dt_bias=False,
 )  # fmt: skip
 
+VERIFY = dataclasses.replace(SPEC, op="verify", num_tokens=4)
+VERIFY_ODD = dataclasses.replace(ODD, op="verify", num_tokens=9)
+GDN_VERIFY = dataclasses.replace(GDN, op="verify", num_tokens=4)
+GDN_VERIFY_ODD = dataclasses.replace(GDN_ODD, op="verify", num_tokens=3)
+
 CASES = {
     "both_early": (SPEC, Structure("both", load="early")),
     "both_dot": (SPEC, Structure("both", readout="dot")),
@@ -49,6 +55,16 @@ CASES = {
     "gdn_nonflush_rebuild_odd": (GDN_ODD, Structure("nonflush", route="rebuild")),
     "gdn_native": (GDN.native, Structure("native")),
     "gdn_materialize": (GDN.materialize, Structure("materialize")),
+    "verify_both": (VERIFY, Structure("both", readout="dot", scores="dot")),
+    "verify_flush_ahead_odd": (VERIFY_ODD, Structure("flush", "precomputed", readout="dot", scores="dot")),
+    "gdn_verify_both_ahead_tiles": (
+        GDN_VERIFY,
+        Structure("both", "precomputed", readout="dot", scores="dot", loop="tiles"),
+    ),
+    "gdn_verify_nonflush_odd": (
+        GDN_VERIFY_ODD,
+        Structure("nonflush", readout="dot", scores="dot", solve="inverse"),
+    ),
     "materialize_odd": (ODD.materialize, Structure("materialize")),
 }
 
@@ -65,6 +81,11 @@ SPECS = (
     Spec("mamba2", "step", 64, 64, 3, 16),
     GDN,
     GDN_ODD,
+    VERIFY,
+    VERIFY_ODD,
+    GDN_VERIFY,
+    GDN_VERIFY_ODD,
+    dataclasses.replace(GDN_VERIFY, activation_dtype="fp32", ring_dtype="fp32", num_tokens=16),
 )  # fmt: skip
 
 
@@ -94,7 +115,7 @@ def modules(tmp_path_factory):
     """Files of all legal structures of a few specs, by (spec, structure)."""
     folder = tmp_path_factory.mktemp("modules")
     found = {}
-    for spec in (s for pair in SPECS for s in (pair, pair.native)):
+    for spec in (s for pair in SPECS for s in (pair, pair.native) if s.op != "native_verify"):
         for structure in legal_structures(spec):
             path = folder / f"{module_name(spec, structure)}.py"
             path.write_text(render(spec, structure), encoding="utf-8")

@@ -24,6 +24,10 @@ def with_role(spec, role):
     return {"native": spec.native, "materialize": spec.materialize}.get(role, spec)
 
 
+def verifying(spec, num_tokens=4):
+    return dataclasses.replace(spec, op="verify", num_tokens=num_tokens)
+
+
 specs = st.builds(
     lambda family, **fields: Spec(family, has_d=family == "mamba2", **fields),
     family=st.sampled_from(("mamba2", "gdn")),
@@ -191,7 +195,8 @@ def test_a_role_of_another_op_is_refused():
 def test_every_region_contributes_to_a_common_shape():
     for region in REGIONS:
         for role in region.roles:
-            common = [with_role(spec, role) for spec in (SPEC, GDN)]
+            specs = (SPEC, GDN) if "step" in region.ops else (verifying(SPEC), verifying(GDN))
+            common = [with_role(spec, role) for spec in specs]
             legal = [
                 v for spec in common for v in region.variants(spec, role) if not broken_constraint(spec, v)
             ]
@@ -199,7 +204,8 @@ def test_every_region_contributes_to_a_common_shape():
 
 
 def test_structures_searched_are_legal():
-    for spec in (SPEC, SPEC.native, SPEC.materialize, GDN, GDN.native):
+    steps = (SPEC, SPEC.native, SPEC.materialize, GDN, GDN.native)
+    for spec in (*steps, verifying(SPEC), verifying(GDN), verifying(GDN).native):
         assert set(space.structures(spec)) <= set(space.legal_structures(spec))
 
 
