@@ -85,7 +85,7 @@ class Gate:
         """Run a candidate through the trajectory.
 
         Args:
-            launch: Takes one step on a pool and returns its outputs (rows, heads, head_dim).
+            launch: Takes one step on a pool and returns its outputs (tokens, heads, head_dim).
         """
         pool = self.trajectory.pool()
         outputs, states, faults = [], [], []
@@ -97,8 +97,8 @@ class Gate:
             if not self.spec.is_native:
                 append = expected_append(self.spec, self.trajectory.recurrence, pool, step)
             out = launch(pool, step)
-            outputs.append(out[step.live])
-            states.append(pool.state[step.slots[step.stores]])
+            outputs.append(out[step.new])
+            states.append(pool.state[step.stored_slots])
             faults.append(self._faults(pool, before, append, step, out))
             commit(self.spec, pool, step)
         found = torch.stack(faults).sum(0).tolist()
@@ -115,14 +115,15 @@ class Gate:
         return Verdict(reason, output_error, self.output_bound, state_error, self.state_bound)
 
     def _faults(self, pool: Pool, before: Tensor, append: Append | None, step: Step, out: Tensor) -> Tensor:
-        """Counts of wrong values after one launch, by :func:`fault_names`; stays on the device."""
-        allowed = pool.writable(step.slots, step.stores, step.append)
+        """Counts of wrong values after one launch, by :func:`fault_names`; stays on the device.
+
+        Tokens that nobody owns are the op's to answer for, not the kernel's.
+        """
+        allowed = pool.writable(step.targets, step.stores[step.row], step.append)
         touched = ((pool.storage != before) & ~allowed).sum()
-        padded = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
-        padded[step.live] = False
-        nonzero = (out[padded] != 0).sum()
-        infinite = (~torch.isfinite(out[step.live])).sum()
-        rings = () if append is None else append.wrong(pool.entry(step.slots, step.append))
+        nonzero = (out[step.padded] != 0).sum()
+        infinite = (~torch.isfinite(out[step.new])).sum()
+        rings = () if append is None else append.wrong(pool.entry(step.targets, step.append))
         return torch.stack([touched, nonzero, infinite, *rings])
 
     def _repeatable(self, launch: Callable[[Pool, Step], Tensor], pool: Pool, step: Step) -> bool:
@@ -165,14 +166,13 @@ class PlanRunner:
     def __init__(self, spec: Spec, plan: Plan, module_source: ModuleSource, trajectory: Trajectory) -> None:
         self._spec, self._plan, self._source, self._trajectory = spec, plan, module_source, trajectory
         self._structure = Structure(plan.variants[0].structure.role)
-        self._compiled: dict[bool, CompiledPlan] = {}
+        self._compiled: dict[tuple[bool, tuple[str | None, ...]], CompiledPlan] = {}
 
     def launch(self, pool: Pool, step: Step) -> Tensor:
-        """Outputs (rows, heads, head_dim) of one launch; the buffer is pre-filled with NaN."""
+        """Outputs (tokens, heads, head_dim) of one launch; the buffer is pre-filled with NaN."""
         spec, trajectory = self._spec, self._trajectory
         dtype = TORCH_DTYPES[spec.activation_dtype]
-        shape = (step.slot_index.shape[0], trajectory.heads, spec.head_dim)
-        out = torch.full(shape, math.nan, dtype=dtype, device=trajectory.device)
+        out = torch.full(step.x.shape, math.nan, dtype=dtype, device=trajectory.device)
         named = {
             "state": pool.state,
             "ring_x": pool.ring_x,
@@ -181,6 +181,8 @@ class PlanRunner:
             "ring_start": pool.ring_start,
             "ring_len": pool.ring_len,
             "slot_index": step.slot_index,
+            "accepted": step.previous,
+            "query_start": step.query_start,
             "x": step.x,
             "dt": step.dt,
             "a": trajectory.A,
@@ -192,22 +194,23 @@ class PlanRunner:
             "dt_bias": trajectory.dt_bias,
             "out": out,
         }
-        tensors: list[Tensor] = []
+        tensors: list[Tensor | None] = []
         for argument in tensor_arguments(spec, self._structure):
             tensor = named[argument.name]
-            assert tensor is not None
+            assert tensor is not None or argument.optional
             tensors.append(tensor)
         aligned = is_aligned(spec, self._structure, tensors)
-        compiled = self._compiled.get(aligned)
+        dtypes = tuple(None if t is None else DTYPE_NAMES[t.dtype] for t in tensors)
+        compiled = self._compiled.get((aligned, dtypes))
         if compiled is None:
-            dtypes = tuple(DTYPE_NAMES[t.dtype] for t in tensors)
             compiled = CompiledPlan(spec, self._plan.variants, self._source, dtypes, aligned=aligned)
-            self._compiled[aligned] = compiled
+            self._compiled[aligned, dtypes] = compiled
         stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
         null_slot = -1 if trajectory.null_slot is None else trajectory.null_slot
         scalars = () if self._structure.role == "native" else (pool.capacity,)
         strides = tensor_strides(spec, self._structure, tensors)
-        compiled.bind(shape[0], shape[1], strides, scalars)(tuple(tensors), null_slot, stream)
+        rows = step.slot_index.shape[0]
+        compiled.bind(rows, trajectory.heads, strides, scalars)(tuple(tensors), null_slot, stream)
         return out
 
 
