@@ -143,7 +143,7 @@ class Trajectory:
         null_slot: A slot that marks padding besides negative indices; no sequence lies there.
         accept: Probability that a token is kept, if those before it in its step are.
         attend: Probability that a sequence takes part in a step; others leave a padded row.
-        packed: Probability that a step is packed, where the spec verifies.
+        packed: Share of the steps that are packed, where the spec verifies; the first step is one.
         ring_len: Tokens in every ring at the start, 0 to window; None is random per sequence.
         rates: Range of -A, of GDN of exp(A_log), uniform.
         deltas: Range of step sizes after bias and softplus, log-uniform; GDN decays by rate x delta.
@@ -205,6 +205,9 @@ class Trajectory:
         if not spec.is_native:
             if ring_len is None:
                 self._len = torch.randint(0, spec.window + 1, (sequences,), generator=g)
+                if spec.num_tokens > 1:  # rows that flush though some of their tokens would fit
+                    some = self._len[::2]
+                    some.random_(spec.window - spec.num_tokens + 1, spec.window, generator=g)
             else:
                 self._len.fill_(ring_len)
         self.recurrence = recurrence(spec, self.A, D=self.D, dt_bias=self.dt_bias)
@@ -257,8 +260,9 @@ class Trajectory:
         start, length = self._start.clone().to(device), self._len.clone().to(device)
         previous = self._previous.clone().to(device)
 
-        for _ in range(self.steps):
-            rows = self._arrange(previous)
+        for number in range(self.steps):
+            is_packed = math.ceil((number + 1) * self._packed) > math.ceil(number * self._packed)
+            rows = self._arrange(previous, length, is_packed and spec.verifies)
             inputs = self._draw(rows.tokens)
             nobodys = torch.ones(rows.tokens, dtype=torch.bool, device=device)
             nobodys[rows.new] = False
@@ -335,8 +339,14 @@ class Trajectory:
             model.commit(torch.ones_like(holds))
             yield holds
 
-    def _arrange(self, previous: Tensor) -> _Rows:
-        """Draw the rows of a step; ``previous`` (sequences,) are the tokens kept in the step before."""
+    def _arrange(self, previous: Tensor, length: Tensor, is_packed: bool) -> _Rows:
+        """Draw the rows of a step.
+
+        Args:
+            previous: (sequences,), tokens kept in the step before.
+            length: (sequences,), tokens in the rings.
+            is_packed: The rows have any number of tokens.
+        """
         g, spec, rows, most = self._generator, self.spec, self.rows, self.spec.num_tokens
         order = torch.randperm(rows, generator=g)
         attends = (order < self.sequences) & (torch.rand(rows, generator=g) < self._attend)
@@ -347,13 +357,16 @@ class Trajectory:
         count, query_start, spare, stale = torch.full((rows,), most), None, 0, torch.zeros_like(order)
         if spec.verifies:
             stale = torch.randint(0, self.sequences, (rows,), generator=g)
-            if float(torch.rand((), generator=g)) < self._packed:
-                count = torch.randint(0, most + 1, (rows,), generator=g)
-                query_start = torch.cat([torch.zeros(1), count.cumsum(0)]).int()
-                spare = int(torch.randint(0, 2 * most, (), generator=g))
-
-        live = attends & (count > 0)
         sequence = torch.where(attends, order, stale)
+        if is_packed:
+            count = torch.randint(0, most + 1, (rows,), generator=g)
+            # Half of the rows have as few tokens as their rings have room for.
+            room = (spec.window - length.cpu()[sequence]).clamp(min=1)
+            fits = (torch.rand(rows, generator=g) < 0.5) & (not spec.is_native)
+            count = torch.where(fits, torch.minimum(count, room), count)
+            query_start = torch.cat([torch.zeros(1), count.cumsum(0)]).int()
+            spare = int(torch.randint(0, 2 * most, (), generator=g))
+        live = attends & (count > 0)
         slot_index = self._slot_of.cpu()[sequence]
         marked = ~attends & (count > 0)
         slot_index[marked, 0] = padding[marked]

@@ -14,25 +14,27 @@ from replayssm_tune.tuner.pool import Pool
 from replayssm_tune.tuner.trajectory import Step, Trajectory
 
 BYTES = "bytes outside of state and ring changed"
+ZEROS = "outputs of padded rows or beyond the last row are not zero"
 FAULTS = {
     "the first of several tokens is skipped": "output error",
     "tokens see the one after them": "output error",
-    "decay between new tokens is left out": "output error",
     "appends go past the count": BYTES,
     "appends begin where the ring does": BYTES,
-    "the ring gets the last token alone": "ring",
+    "all new entries are of the last token": "ring",
     "rows flush by their own count": "output error",
     "rows that do not flush store their state": BYTES,
     "a flush takes new tokens in": "state error",
     "a flush forgets the ring": "state error",
     "empty rows store their state": BYTES,
-    "rows begin at multiples of num_tokens": "output",
+    "rows begin at multiples of num_tokens": BYTES,
     "a token beyond the row is read": "output",
-    "padded rows write nothing": "padded rows have outputs other than zero",
+    "padded rows write nothing": ZEROS,
     "dead entries are multiplied by 0": "outputs are not finite",
 }
 """Faults of verification of either family, and what the gate must find of each."""
+MAMBA2_FAULTS = {"decay between new tokens is left out": "output error"}
 GDN_FAULTS = {
+    "decay between new tokens is left out": "ring u is inexact",
     "u goes to the next tokens as 16 bits hold it": "ring u is inexact",
     "u does not know of the new tokens": "ring u is inexact",
     "what a new token recalls does not decay": "ring u is inexact",
@@ -43,10 +45,10 @@ NATIVE_FAULTS = {
     "rows start from their first slot": "output",
     "all slots get the last state": "state error",
     "states go past the count": BYTES,
-    "only the last state is stored": "state error",
-    "the state is not read back": "output",
-    "rows begin at multiples of num_tokens": "output",
-    "padded rows write nothing": "padded rows have outputs other than zero",
+    "only the last state is stored": "outputs are not finite",
+    "the state is not read back": "output error",
+    "rows begin at multiples of num_tokens": BYTES,
+    "padded rows write nothing": ZEROS,
 }
 """As :data:`FAULTS`, of native_verify."""
 
@@ -188,9 +190,12 @@ def _replay(row: _Row, pool: Pool, out: Tensor) -> None:
     live = torch.arange(spec.window) < length
     at = (begin + torch.arange(spec.window)) % pool.capacity
     x, b, decay = (r[slot][:, at].float() for r in (pool.ring_x, pool.ring_b, pool.ring_decay))
-    if fault == "dead entries are multiplied by 0":
-        x = x * live[:, None]
-    x, b = (v if fault and v is x else torch.where(live[:, None], v, 0.0) for v in (x, b))
+    b = torch.where(live[:, None], b, 0.0)
+    x = (
+        x * live[:, None]
+        if fault == "dead entries are multiplied by 0"
+        else torch.where(live[:, None], x, 0.0)
+    )
     decay = torch.where(live, decay, 0.0)
     gate = decay if spec.family == "gdn" else row.scene.A[:, None] * decay
     after = gate.flip(1).cumsum(1).flip(1) - gate  # (heads, window): gates of later ring tokens
@@ -223,9 +228,9 @@ def _replay(row: _Row, pool: Pool, out: Tensor) -> None:
     first = begin if fault == "appends begin where the ring does" else begin + length
     count = spec.num_tokens if fault == "appends go past the count" else row.n
     for i in range(count):
-        if fault == "the ring gets the last token alone" and i < row.n - 1:
-            continue
         place, token = (first + i) % pool.capacity, min(i, row.n - 1)
+        if fault == "all new entries are of the last token":
+            token = row.n - 1
         pool.ring_x[slot, :, place] = new_x[token].to(pool.ring_x.dtype)
         pool.ring_b[slot, :, place] = new_b[token].to(pool.ring_b.dtype)
         pool.ring_decay[slot, :, place] = new_decay[token]
