@@ -11,7 +11,7 @@ the raw gate a, A is A_log and beta the raw b.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,24 +30,24 @@ def softplus(value: Tensor) -> Tensor:
 
 
 class Token(NamedTuple):
-    """Inputs of one token for each of some rows."""
+    """Inputs of some tokens."""
 
     x: Tensor
-    """(rows, heads, head_dim)."""
+    """(tokens, heads, head_dim)."""
     dt: Tensor
-    """(rows, heads), raw."""
+    """(tokens, heads), raw."""
     B: Tensor
-    """(rows, groups, state_size)."""
+    """(tokens, groups, state_size)."""
     C: Tensor
-    """(rows, groups, state_size)."""
+    """(tokens, groups, state_size)."""
     z: Tensor | None = None
-    """(rows, heads, head_dim) or None; Mamba-2 alone."""
+    """(tokens, heads, head_dim) or None; Mamba-2 alone."""
     beta: Tensor | None = None
-    """(rows, heads), raw; GDN alone."""
+    """(tokens, heads), raw; GDN alone."""
 
-    def at(self, rows: Tensor) -> Token:
-        """The inputs of ``rows`` (indices or mask)."""
-        return self._map(lambda value: value[rows])
+    def at(self, tokens: Tensor) -> Token:
+        """The inputs of ``tokens`` (indices or mask)."""
+        return self._map(lambda value: value[tokens])
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Token:
         """The inputs in another dtype, on another device."""
@@ -59,14 +59,18 @@ class Token(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a ring holds of one token for each of some rows; in fp64, rounded or not."""
+    """What rings hold of some tokens; in fp64, rounded or not."""
 
     x: Tensor
-    """(rows, heads, head_dim): x, or u of GDN."""
+    """(tokens, heads, head_dim): x, or u of GDN."""
     b: Tensor
-    """(rows, groups, state_size): B, or k of GDN as the recurrence uses it."""
+    """(tokens, groups, state_size): B, or k of GDN as the recurrence uses it."""
     decay: Tensor
-    """(rows, heads): the step size of Mamba-2, or the log decay g of GDN."""
+    """(tokens, heads): the step size of Mamba-2, or the log decay g of GDN."""
+
+    def at(self, tokens: Tensor) -> Entry:
+        """The entries of ``tokens`` (indices or mask)."""
+        return Entry(*(value[tokens] for value in self))
 
     def rounded(self, ring_dtype: str) -> Entry:
         """The entry as a ring of that dtype holds it: x and b in it, decay in fp32."""
@@ -208,14 +212,16 @@ class Oracle:
     Attributes:
         state: The committed state of every sequence, fp64.
         entry: What the last step's tokens added to a ring; of an :class:`Ideal`, as stored.
+        after: (tokens, heads, head_dim, state_size) fp64, the states after each of the last step's tokens,
+            pending; of an :class:`Ideal`, what a row would commit.
     """
 
     def __init__(self, state: Tensor, recurrence: Recurrence) -> None:
         self.state = state.double().clone()
         self.recurrence = recurrence
         self.entry: Entry | None = None
-        self._sequence = torch.empty(0, dtype=torch.long)
-        self._pending = self.state[:0]
+        self.after = self.state[:0]
+        self._sequence = self._count = torch.empty(0, dtype=torch.long)
 
     def step(
         self,
@@ -226,41 +232,55 @@ class Oracle:
         C: Tensor,
         z: Tensor | None = None,
         beta: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> Tensor:
-        """Outputs (rows, heads, head_dim) in fp64 of one new token each for distinct sequences.
+        """Outputs (tokens, heads, head_dim) in fp64 of new tokens of distinct sequences.
 
         The new states are pending until :meth:`commit`.
 
         Args:
             sequence: (rows,) int64, distinct.
-            x: (rows, heads, head_dim).
-            dt: (rows, heads), raw.
-            B: (rows, groups, state_size).
-            C: (rows, groups, state_size).
-            z: (rows, heads, head_dim) or None.
-            beta: (rows, heads), raw; of GDN alone.
+            x: (tokens, heads, head_dim), a row's tokens one after the other, behind those of the row before.
+            dt: (tokens, heads), raw.
+            B: (tokens, groups, state_size).
+            C: (tokens, groups, state_size).
+            z: (tokens, heads, head_dim) or None.
+            beta: (tokens, heads), raw; of GDN alone.
+            count: (rows,) int64, tokens of each row, which sum to ``tokens``; None is one each.
         """
         self._sequence = sequence
+        self._count = torch.ones_like(sequence) if count is None else count
         return self._step(self.state[sequence], Token(x, dt, B, C, z, beta))
 
     def commit(self, accepted: Tensor) -> None:
-        """Keep the pending token of the rows whose ``accepted`` (rows,) is 1, drop the others'."""
-        keep = accepted.bool()
-        self.state[self._sequence[keep]] = self._pending[keep]
+        """Keep the first ``accepted`` (rows,) pending tokens of each row, 0 to all of them; drop the rest."""
+        accepted = accepted.long()
+        kept = accepted > 0
+        last = _first(self._count) + accepted - 1
+        self.state[self._sequence[kept]] = self.after[last[kept]]
 
     def _step(self, old: Tensor, token: Token) -> Tensor:
         """Outputs of ``token``; sets what is pending."""
-        self.entry = self.recurrence.entry(old, token)
-        self._pending = self.recurrence.advance(old, self.entry)
-        return self.recurrence.read(self._pending, token)
+        state, y = old.clone(), torch.empty_like(token.x, dtype=torch.float64)
+        self.after = old.new_empty((len(y), *old.shape[1:]))
+        self.entry = Entry(*(torch.empty_like(v, dtype=torch.float64) for v in (token.x, token.B, token.dt)))
+        for rows, at in _in_turn(self._count):
+            now = token.at(at)
+            added = self.recurrence.entry(state[rows], now)
+            state[rows] = self.after[at] = self.recurrence.advance(state[rows], added)
+            y[at] = self.recurrence.read(state[rows], now)
+            for held, value in zip(self.entry, added, strict=True):
+                held[at] = value
+        return y
 
 
 class Ideal(Oracle):
     """The oracle with ring, state and output rounded to the dtypes of ``spec`` where they are stored.
 
-    A replay spec rounds the state when a row flushes, a native one at every step; a step's own output
-    and entry are computed before either is rounded. Only the number of tokens in each ring matters for
-    that, not where they lie.
+    A replay spec rounds the state when a row flushes, a native one after every token. Within a step
+    nothing is rounded: its outputs, its entries and what they owe to earlier tokens of the step are
+    computed before any of it is stored. Only the number of tokens in each ring matters for that, not
+    where they lie.
 
     Args:
         spec: Gives op, window and dtypes.
@@ -289,15 +309,29 @@ class Ideal(Oracle):
         y = super()._step(old, token)
         assert self.entry is not None
         if spec.is_native:
-            self._pending = round_to(self._pending, spec.state_dtype)
+            self.after = round_to(self.after, spec.state_dtype)
         else:
-            flushes = self.ring_len[sequence] + spec.num_tokens > spec.window
-            old = torch.where(flushes[:, None, None, None], round_to(old, spec.state_dtype), old)
-            self.state[sequence] = old
+            flushes = (self.ring_len[sequence] + spec.num_tokens > spec.window) & (self._count > 0)
+            state = torch.where(flushes[:, None, None, None], round_to(old, spec.state_dtype), old)
+            self.state[sequence] = state
             self.ring_len[sequence] = torch.where(flushes, 0, self.ring_len[sequence])
             self.entry = self.entry.rounded(spec.ring_dtype)
-            self._pending = self.recurrence.advance(old, self.entry)
+            for rows, at in _in_turn(self._count):
+                state[rows] = self.after[at] = self.recurrence.advance(state[rows], self.entry.at(at))
         return round_to(y, spec.activation_dtype)
+
+
+def _first(count: Tensor) -> Tensor:
+    """Where the tokens of each row begin, for rows of ``count`` (rows,) packed tokens."""
+    return count.cumsum(0) - count
+
+
+def _in_turn(count: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """One token of each row at a time: the rows that have an i-th one, and where those tokens lie."""
+    first = _first(count)
+    for i in range(int(count.max()) if len(count) else 0):
+        rows = (count > i).nonzero()[:, 0]
+        yield rows, first[rows] + i
 
 
 def _by_head(value: Tensor, heads: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.dtypes import TORCH_DTYPES
-from ..runtime.oracle import Entry, Recurrence
+from ..runtime.oracle import Entry, Oracle, Recurrence
 from ..runtime.spec import Spec
 from .pool import Pool
 from .trajectory import Step
@@ -28,7 +28,7 @@ COMPUTED_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Append:
-    """The new entries of a launch's live rows, and how far a kernel's may be from them."""
+    """The entries of a launch's new tokens, and how far a kernel's may be from them."""
 
     entry: Entry
     """fp64: of copies the value as stored, of computed values the exact one."""
@@ -51,6 +51,7 @@ def expected_append(spec: Spec, recurrence: Recurrence, pool: Pool, step: Step) 
     A u of GDN is a difference, of v and of what the state recalls for k, and as exact as these are: its
     unit is that of their RMS over the head's values where u itself is smaller. The state of a row that
     flushes may be read before or after it is rounded: such a u may be off by a unit of that dtype more.
+    Tokens of one row meet the u of those before them as they are, not as the ring rounds them.
     """
     token = step.token
     if spec.family != "gdn":
@@ -58,12 +59,17 @@ def expected_append(spec: Spec, recurrence: Recurrence, pool: Pool, step: Step) 
         none = torch.zeros_like(exact.decay)
         bounds = Entry(none[..., None], none[:, :1, None], COMPUTED_TOLERANCE * exact.decay.abs())
         return Append(exact.rounded(spec.ring_dtype)._replace(decay=exact.decay), bounds)
-    state = _taken_in(spec, recurrence, pool, step.slots)
-    exact = recurrence.entry(state, token)
+    model = Oracle(_taken_in(spec, recurrence, pool, step.slots), recurrence)
+    state = model.state[step.row]
+    model.step(torch.arange(len(step.live), device=state.device), *token, count=step.count)
+    follows = (step.row[1:] == step.row[:-1]).nonzero()[:, 0]
+    state[follows + 1] = model.after[follows]
+    assert model.entry is not None
+    exact = model.entry
     recalled = recurrence.entry(state, token._replace(x=torch.zeros_like(token.x))).x
     scale = ((exact.x - recalled).abs() + recalled.abs()).square().mean(-1, keepdim=True).sqrt()
     x_bound = unit(torch.maximum(exact.x.abs(), scale), spec.ring_dtype)
-    x_bound = x_bound + step.stores[:, None, None] * unit(scale, spec.state_dtype)
+    x_bound = x_bound + step.stores[step.row, None, None] * unit(scale, spec.state_dtype)
     decay_bound = COMPUTED_TOLERANCE * exact.decay.abs()
     if spec.qk_l2norm:
         return Append(exact, Entry(x_bound, unit(exact.b.abs(), spec.ring_dtype), decay_bound))

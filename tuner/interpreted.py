@@ -40,7 +40,7 @@ def small_spec(spec: Spec) -> Spec:
     """A spec of the same kind that the interpreter runs in a second: fp16 stands in for bf16.
 
     The interpreter's bf16 is wrong by design. Sizes that are no powers of two stay none: 24 rows end
-    within a block of 16, and are three whole blocks of 8.
+    within a block of 16, and are three whole blocks of 8. Neither is the number of tokens.
     """
 
     def narrow(dtype: str) -> str:
@@ -52,6 +52,7 @@ def small_spec(spec: Spec) -> Spec:
         state_size=32 if spec.state_size & (spec.state_size - 1) == 0 else 24,
         heads_per_group=min(2, spec.heads_per_group),
         window=min(4, spec.window),
+        num_tokens=min(3, spec.num_tokens),
         activation_dtype=narrow(spec.activation_dtype),
         state_dtype=narrow(spec.state_dtype),
         ring_dtype=narrow(spec.ring_dtype),

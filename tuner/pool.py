@@ -83,9 +83,9 @@ class Pool:
         """Bytes that one launch may write, as a bool mask of the storage.
 
         Args:
-            slots: (n,) int64, slots of the live rows.
-            stores: (n,) bool, rows whose state is written.
-            append: (n,) int64, where each row's new ring token goes.
+            slots: (n,) int64, the slot of each new token.
+            stores: (n,) bool, whether the slot's state is written.
+            append: (n,) int64, where the token goes in the slot's ring.
         """
         mask = torch.zeros_like(self.storage)
         self.fields["state"].bytes_of(mask)[slots[stores]] = 1

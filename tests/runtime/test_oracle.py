@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,37 @@ def test_oracle_agrees_with_golden_trajectory(family: str) -> None:
         y = oracle.step(rows, *inputs(g, family, step, rows, token))
         oracle.commit(torch.ones_like(rows))
         torch.testing.assert_close(y, g["y"][step, rows, token], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(oracle.state, g["state_final"], rtol=1e-12, atol=1e-12)
+
+
+def packed(g: dict[str, torch.Tensor], family: str, step: int, count: torch.Tensor) -> Any:
+    """Inputs of the first ``count`` (2,) tokens of both rows, row after row, by the names of an oracle."""
+    names = ("x", "dt", "B", "C", "z", "beta")
+    return {
+        ours: torch.cat([g[name][step, row, :n] for row, n in enumerate(count.tolist())])
+        for ours, name in zip(names, INPUTS[family], strict=False)
+        if name is not None
+    }
+
+
+def test_oracle_verifies_the_drafts_of_a_golden_trajectory(family: str) -> None:
+    """Steps of 0 to 4 tokens a row: outputs of all, states of the accepted ones."""
+    g = vectors(family)
+    oracle = Oracle(g["state0"], golden_recurrence(g, family))
+    one_by_one = Oracle(g["state0"], oracle.recurrence)
+    everyone = torch.arange(2)
+    assert bool((g["n_tokens"] > g["accepted"]).any())
+    for step, (count, accepted) in enumerate(zip(g["n_tokens"], g["accepted"], strict=True)):
+        y = oracle.step(everyone, **packed(g, family, step, count), count=count)
+        wanted = torch.cat([g["y"][step, row, :n] for row, n in enumerate(count.tolist())])
+        torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+        assert len(oracle.after) == len(y)
+        oracle.commit(accepted)
+        for token in range(int(accepted.max())):
+            rows = (accepted > token).nonzero()[:, 0]
+            one_by_one.step(rows, *inputs(g, family, step, rows, token))
+            one_by_one.commit(torch.ones_like(rows))
+        torch.testing.assert_close(oracle.state, one_by_one.state, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(oracle.state, g["state_final"], rtol=1e-12, atol=1e-12)
 
 
@@ -227,3 +259,48 @@ def test_a_native_ideal_rounds_every_state(family: str) -> None:
     ideal.step(everyone, *inputs(g, family, 0, everyone))
     ideal.commit(torch.tensor([1, 1]))
     assert torch.equal(ideal.state, ideal.state.bfloat16().double())
+
+
+def sixteen_bits(family: str, op: str, **sizes: Any) -> Spec:
+    """A spec of rows of several tokens whose every rounding shows."""
+    spec = spec_of(family, activation_dtype="bf16", ring_dtype="bf16", state_dtype="bf16")
+    spec = dataclasses.replace(spec, op="verify", **sizes)
+    return spec.native if op == "native_verify" else spec
+
+
+@pytest.mark.parametrize("op", ["verify", "native_verify"])
+def test_an_ideal_rounds_nothing_between_the_tokens_of_a_step(family: str, op: str) -> None:
+    """Outputs and entries are those of the exact recurrence from where the step begins, rounded at last."""
+    g = vectors(family)
+    rule, everyone, count = golden_recurrence(g, family), torch.arange(2), torch.tensor([4, 3])
+    ideal = Ideal(g["state0"], rule, spec=sixteen_bits(family, op, num_tokens=4, window=16))
+    for step in range(3):
+        oracle, given = Oracle(ideal.state, rule), packed(g, family, step, count)
+        y, rounded = (model.step(everyone, **given, count=count) for model in (oracle, ideal))
+        assert torch.equal(rounded, y.bfloat16().double())
+        assert oracle.entry is not None
+        assert ideal.entry is not None
+        if op == "native_verify":
+            assert torch.equal(ideal.after, oracle.after.bfloat16().double())
+            assert not torch.equal(ideal.after, oracle.after)
+        else:
+            assert torch.equal(ideal.entry.x, oracle.entry.x.bfloat16().double())
+            last = rule.advance(ideal.after[5:6], ideal.entry.at(torch.tensor([6])))
+            torch.testing.assert_close(ideal.after[6:], last, rtol=1e-15, atol=1e-15)
+        ideal.commit(torch.tensor([2, 3]))
+        assert torch.equal(ideal.state, ideal.after[[1, 6]])
+    assert ideal.ring_len.tolist() == [6, 9]
+
+
+def test_an_ideal_flushes_by_the_most_tokens_that_a_row_may_have(family: str) -> None:
+    g = vectors(family)
+    spec = sixteen_bits(family, "verify", num_tokens=3, window=5)
+    start, everyone = g["state0"] * (1 + 2**-12), torch.arange(2)
+    for count, flushes in (([1, 1], True), ([0, 3], False), ([3, 0], True)):
+        ideal = Ideal(start, golden_recurrence(g, family), spec=spec, ring_len=torch.tensor([3, 2]))
+        tokens = torch.tensor(count)
+        ideal.step(everyone, **packed(g, family, 0, tokens), count=tokens)
+        assert torch.equal(ideal.state[0], (start[0].bfloat16() if flushes else start[0]).double())
+        assert torch.equal(ideal.state[1], start[1])
+        ideal.commit(torch.zeros(2))
+        assert ideal.ring_len.tolist() == [0 if flushes else 3, 2]

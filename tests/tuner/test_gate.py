@@ -10,8 +10,9 @@ import torch
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner import appends
 from replayssm_tune.tuner.gate import Gate, fault_names
+from replayssm_tune.tuner.interpreted import small_spec
 from replayssm_tune.tuner.trajectory import Trajectory
-from tests.tuner import eager
+from tests.tuner import eager, eager_verify
 
 DTYPES = [
     ("fp32", "fp32", "fp32"),
@@ -72,6 +73,100 @@ def test_sixteen_bit_rings_do_not_hide_a_coarse_read_out():
     scene = scene_of("gdn-l2norm", dtypes)
     verdict = gate_of("gdn-l2norm", dtypes).judge(functools.partial(eager.launch, scene, fault=fault))
     assert verdict.reason.startswith("ring u is inexact")
+
+
+ROWS = {"verify": [(1, 1), (2, 8), (3, 5), (16, 16), (13, 20)], "native_verify": [(1, 1), (3, 3), (16, 16)]}
+"""Tokens of a row and window, by op."""
+
+
+@functools.cache
+def verified_gate(kind, op, num_tokens, window, dtypes=DTYPES[0]):
+    scene = Trajectory(
+        eager_verify.spec_of(kind, op, num_tokens, window, dtypes), heads=4, steps=14, null_slot=0
+    )
+    return Gate(scene, repeats=2)
+
+
+def verdict_of(gate, fault=""):
+    return gate.judge(functools.partial(eager_verify.launch, gate.trajectory, fault=fault))
+
+
+@pytest.mark.parametrize(("op", "rows"), [(op, rows) for op in ROWS for rows in ROWS[op]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_correct_verification_passes(kind, op, rows):
+    verdict = verdict_of(verified_gate(kind, op, *rows))
+    assert verdict.passed, verdict
+    assert 0 < verdict.output_error <= verdict.output_bound / 10
+    assert 0 < verdict.state_error <= verdict.state_bound / 10
+
+
+@pytest.mark.parametrize("op", ROWS)
+@pytest.mark.parametrize("dtypes", DTYPES[1:], ids="-".join)
+@pytest.mark.parametrize("kind", KINDS)
+def test_correct_verification_passes_with_few_bits(kind, dtypes, op):
+    verdict = verdict_of(verified_gate(kind, op, 5, 7, dtypes))
+    assert verdict.passed, verdict
+
+
+def families(faults, kinds):
+    return [(kind, fault) for kind in kinds for fault in faults]
+
+
+@pytest.mark.parametrize("rows", [(3, 5), (2, 8)])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        *families(eager_verify.FAULTS, KINDS),
+        *families(eager_verify.MAMBA2_FAULTS, KINDS[:1]),
+        *families(eager_verify.GDN_FAULTS, KINDS[2:]),
+    ],
+)
+def test_faults_of_verification_are_refused_by_name(kind, fault, rows):
+    verdict = verdict_of(verified_gate(kind, "verify", *rows), fault)
+    own = eager_verify.MAMBA2_FAULTS if kind == "mamba2" else eager_verify.GDN_FAULTS
+    assert_refused(verdict, (eager_verify.FAULTS | own)[fault])
+
+
+@pytest.mark.parametrize(("kind", "fault"), families(eager_verify.NATIVE_FAULTS, KINDS[::2]))
+def test_faults_of_a_native_verification_are_refused_by_name(kind, fault):
+    verdict = verdict_of(verified_gate(kind, "native_verify", 3, 3), fault)
+    assert_refused(verdict, eager_verify.NATIVE_FAULTS[fault])
+
+
+def assert_refused(verdict, reason):
+    if reason == "state error":  # outputs that are read from it later are wrong as well
+        assert verdict.reason
+        assert verdict.state_error > verdict.state_bound
+    else:
+        assert verdict.reason.startswith(reason)
+
+
+def test_what_is_written_beyond_the_last_row_is_found():
+    gate = verified_gate("mamba2", "verify", 3, 5)
+
+    def launch(pool, step):
+        out = eager_verify.launch(gate.trajectory, pool, step)
+        out[len(step.new) + len(step.padded) :] = 1.0
+        return out
+
+    assert gate.judge(launch).reason.startswith(eager_verify.ZEROS)
+    assert gate.judge(functools.partial(zeroing_the_tail, gate.trajectory)).passed
+
+
+def zeroing_the_tail(scene, pool, step):
+    """As the op has it: what nobody owns is zero, too."""
+    out = eager_verify.launch(scene, pool, step)
+    out[len(step.new) + len(step.padded) :] = 0.0
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16])
+def test_the_interpreted_check_has_rows_of_several_tokens(num_tokens):
+    spec = eager_verify.spec_of("gdn", "verify", num_tokens, 16, DTYPES[1])
+    for small in (small_spec(spec), small_spec(spec.native)):
+        assert small.num_tokens == min(3, num_tokens)
+        assert small.window in (0, 4)
+        assert small.verifies
 
 
 def spoil(what, pool, step, out):

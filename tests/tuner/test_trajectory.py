@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +17,11 @@ from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
 SPEC = Spec("mamba2", "step", head_dim=6, state_size=10, heads_per_group=2, window=3)
 GDN = dataclasses.replace(SPEC, family="gdn", has_d=False, qk_l2norm=True)
 FAMILIES = pytest.mark.parametrize("spec", [SPEC, GDN], ids=["mamba2", "gdn"])
+
+
+def drafts(spec: Spec, num_tokens: int, window: int = 5) -> Spec:
+    """``spec`` for rows of up to ``num_tokens`` tokens."""
+    return dataclasses.replace(spec, op="verify", num_tokens=num_tokens, window=window)
 
 
 @pytest.mark.parametrize("gap_bytes", [4, 16])
@@ -69,9 +75,10 @@ def test_pool_of_native_spec_has_no_rings() -> None:
 
 
 @FAMILIES
-@pytest.mark.parametrize("op", ["step", "native_step"])
+@pytest.mark.parametrize("op", ["step", "native_step", "verify", "native_verify"])
 def test_trajectory_repeats_itself(spec: Spec, op: str) -> None:
-    spec = spec if op == "step" else spec.native
+    spec = drafts(spec, 3) if op.endswith("verify") else spec
+    spec = spec.native if op.startswith("native") else spec
     scene = Trajectory(spec, heads=4, steps=6, seed=3)
     again = Trajectory(spec, heads=4, steps=6, seed=3)
     assert torch.equal(scene.pool().storage, again.pool().storage)
@@ -118,6 +125,115 @@ def test_trajectory_covers_what_the_gate_asks_for(spec: Spec) -> None:
     assert any(0 < share < 1 for share in flushes)
 
 
+def owned(scene: Trajectory, step: Any) -> list[range]:
+    """Tokens of each row."""
+    most = scene.spec.num_tokens
+    if step.query_start is None:
+        return [range(row * most, (row + 1) * most) for row in range(scene.rows)]
+    bounds = step.query_start.tolist()
+    assert bounds[0] == 0
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
+
+
+@FAMILIES
+@pytest.mark.parametrize("op", ["verify", "native_verify"])
+@pytest.mark.parametrize(("num_tokens", "window"), [(1, 3), (3, 5), (4, 4)])
+def test_rows_of_several_tokens(spec: Spec, op: str, num_tokens: int, window: int) -> None:
+    spec = drafts(spec, num_tokens, window)
+    spec = spec.native if op == "native_verify" else spec
+    scene = Trajectory(spec, heads=4, sequences=5, steps=30, null_slot=2)
+    assert 2 not in scene.slot_of.flatten().tolist()
+    pool, slots_of = scene.pool(), scene.slot_of.reshape(5, -1)
+    assert slots_of.shape[1] == (num_tokens if op == "native_verify" else 1)
+    cursors = {}
+    if op == "verify":
+        cursors = {s: (int(pool.ring_start[s]), int(pool.ring_len[s])) for s in slots_of[:, 0].tolist()}
+    begins_at: dict[
+        int, int
+    ] = {}  # of native_verify: the slot that each sequence starts from, by its first one
+    met = set()
+    for number, step in enumerate(scene):
+        rows = owned(scene, step)
+        assert (step.query_start is None) == (number % 2 == 1)
+        met.add("tail" if len(step.x) > rows[-1].stop else "no tail")
+        live = dict(zip(step.live.tolist(), range(len(step.live)), strict=True))
+        first = step.slot_index.reshape(scene.rows, -1)[:, 0].tolist()
+        assert step.new.tolist() == [token for row in step.live.tolist() for token in rows[row]]
+        assert step.padded.tolist() == [
+            token for row in range(scene.rows) if row not in live for token in rows[row]
+        ]
+        assert step.row.tolist() == [live[row] for row in step.live.tolist() for _ in rows[row]]
+        assert step.count.tolist() == [len(rows[row]) for row in step.live.tolist()]
+        for row, tokens in enumerate(rows):
+            assert 0 <= len(tokens) <= num_tokens
+            met.add(f"{len(tokens)} tokens, {'live' if row in live else 'padded'}")
+            if row not in live and len(tokens):
+                assert first[row] in (-1, 2)
+            else:
+                assert first[row] in slots_of[:, 0].tolist()
+        inputs = (step.x, step.dt, step.B, step.C, *(() if step.beta is None else (step.beta,)))
+        nobodys = torch.ones(len(step.x), dtype=torch.bool)
+        nobodys[step.new] = False
+        for value in inputs:
+            assert len(value) == len(step.x)
+            assert value[nobodys].isnan().all()
+            assert value[step.new].isfinite().all()
+        assert len(step.y) == len(step.ideal_y) == len(step.delta) == len(step.new)
+        assert len(step.stored) == len(step.ideal_stored) == len(step.stored_slots)
+
+        targets, append, stored = [], [], []
+        for row, index in live.items():
+            slot, count, kept = first[row], len(rows[row]), int(step.accepted[row])
+            if op == "native_verify":
+                assert step.previous is not None
+                names = step.slot_index[row].tolist()
+                begin = names[int(step.previous[row]) - 1]
+                assert begin == begins_at.get(slot, begin) == step.slots[index]
+                assert 1 <= kept <= count
+                begins_at[slot] = names[kept - 1]
+                targets += names[:count]
+                continue
+            start, length = cursors[slot]
+            assert 0 <= kept <= count
+            flushes = length + num_tokens > window
+            met.add(f"{'flushes' if flushes else 'stays'}, {'fits' if length + count <= window else 'full'}")
+            assert bool(step.stores[index]) == flushes
+            targets += [slot] * count
+            append += [(start + length + i) % pool.capacity for i in range(count)]
+            stored += [slot] * flushes
+            cursors[slot] = ((start + length) % pool.capacity, kept) if flushes else (start, length + kept)
+            assert cursors[slot][1] <= window
+            met |= {f"{kept} kept of {count}"}
+        assert step.targets.tolist() == targets
+        assert step.stored_slots.tolist() == (targets if op == "native_verify" else stored)
+        if op == "verify":
+            assert step.append.tolist() == append
+    wanted = {f"{n} tokens, {kind}" for n in range(num_tokens + 1) for kind in ("live", "padded")}
+    wanted = wanted - {"0 tokens, live"} | {"no tail"}
+    if num_tokens > 1:
+        wanted |= {"tail"}
+        if op == "verify":
+            wanted |= {"flushes, fits", "flushes, full", "stays, fits", f"{num_tokens} kept of {num_tokens}"}
+            wanted |= {f"0 kept of {num_tokens}"}
+    assert wanted <= met
+
+
+@pytest.mark.parametrize("packed", [0.0, 1.0])
+def test_all_steps_are_packed_or_none(packed: float) -> None:
+    scene = Trajectory(drafts(SPEC, 2), heads=2, steps=7, packed=packed)
+    assert {step.query_start is not None for step in scene} == {packed == 1.0}
+
+
+def test_a_pool_of_native_verify_begins_in_the_slots_that_the_first_step_reads() -> None:
+    scene = Trajectory(drafts(SPEC, 3).native, heads=2, sequences=4, padded_rows=0, attend=1.0, packed=0.0)
+    pool, step = scene.pool(), next(iter(scene))
+    assert step.previous is not None
+    begin = step.slot_index[torch.arange(4), step.previous.long() - 1].long()
+    assert pool.state[begin].isfinite().all()
+    assert int(pool.state.flatten(1).isfinite().all(1).sum()) == 4
+    assert len(set(step.previous.tolist())) > 1
+
+
 @FAMILIES
 @pytest.mark.parametrize("ring_len", [0, 3])
 def test_all_rows_in_one_branch(spec: Spec, ring_len: int) -> None:
@@ -162,9 +278,12 @@ def test_keys_of_gdn_are_correlated(normalises: bool) -> None:
 
 
 @FAMILIES
-def test_a_pool_begins_with_what_the_ideal_has_taken_in(spec: Spec) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_pool_begins_with_what_the_ideal_has_taken_in(spec: Spec, num_tokens: int) -> None:
     """State and ring of the pool, taken in token by token, are the ideal's state at the start."""
-    scene = Trajectory(spec, heads=4, sequences=3, steps=1, ring_len=3, attend=1.0, padded_rows=0)
+    if num_tokens > 1:
+        spec = drafts(spec, num_tokens, spec.window)
+    scene = Trajectory(spec, heads=4, sequences=3, steps=1, ring_len=3, attend=1.0, padded_rows=0, packed=0.0)
     pool, (step,) = scene.pool(), list(scene)
     state = pool.state[step.slots].double()
     for j in range(3):
@@ -174,8 +293,9 @@ def test_a_pool_begins_with_what_the_ideal_has_taken_in(spec: Spec) -> None:
         state = scene.recurrence.advance(state, entry)
     rounded = state.to(pool.state.dtype).double()
     torch.testing.assert_close(rounded, step.ideal_stored, rtol=1e-12, atol=1e-12)
-    pool.put(step.slots, step.append, entry)
-    found = pool.entry(step.slots, step.append)
+    first = step.append[::num_tokens]
+    pool.put(step.slots, first, entry)
+    found = pool.entry(step.slots, first)
     assert all(torch.equal(a, b) for a, b in zip(entry, found, strict=True))
 
 
