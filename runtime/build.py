@@ -48,13 +48,20 @@ def default_dtypes(spec: Spec, structure: Structure) -> tuple[str, ...]:
 
 
 def source(
-    kernel: Any, spec: Spec, variant: Variant, dtypes: tuple[str, ...], *, aligned: bool, tiled: bool = True
+    kernel: Any,
+    spec: Spec,
+    variant: Variant,
+    dtypes: Sequence[str | None],
+    *,
+    aligned: bool,
+    tiled: bool = True,
 ) -> ASTSource:
     """The unit that Triton compiles: ``kernel`` with its types, tile numbers and alignment.
 
     Args:
         kernel: ``step`` or ``coefficients`` of a generated module.
-        dtypes: Element dtype of each tensor argument (``fp32``, ``bf16``, ``fp16``, ``i32``, ``i64``).
+        dtypes: Element dtype of each tensor argument (``fp32``, ``bf16``, ``fp16``, ``i32``, ``i64``); None
+            for a tensor that is left out.
         aligned: All pointers and strides of vector-loaded tensors are multiples of 16 bytes.
         tiled: The kernel takes the tile arguments (``coefficients`` does not).
     """
@@ -78,7 +85,7 @@ def typed(
     Args:
         kernel: A function of a generated module.
         tensors: In the order of its pointers.
-        dtypes: As in :func:`source`; None for a tensor that is left out.
+        dtypes: As in :func:`source`.
         scalars: Its scalars, int32, in order.
         values: Its ``tl.constexpr`` parameters, in order.
         aligned: As in :func:`source`.
@@ -121,7 +128,7 @@ def compile_kernel(
     spec: Spec,
     variant: Variant,
     target: GPUTarget,
-    dtypes: tuple[str, ...] | None = None,
+    dtypes: Sequence[str | None] | None = None,
     *,
     aligned: bool = True,
     tiled: bool = True,

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Launch = Callable[["Sequence[Tensor]", int, int], None]
-"""Launches a plan on tensors, with a null slot, on a raw stream; see :meth:`CompiledPlan.bind`."""
+"""Launches a plan on tensors, with a null slot, on a raw stream; see :meth:`CompiledPlan.bind`.
+
+In the place of a tensor that a call leaves out stands None."""
 
 ModuleSource = Callable[[Spec, Structure], Path]
 """Where the module of (spec, structure) lies as a file: a package, or a renderer's cache."""
@@ -36,18 +38,19 @@ compilations = 0
 """Kernels compiled or loaded by this process; a test counts them over pool layouts."""
 
 
-def tensor_strides(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+def tensor_strides(spec: Spec, structure: Structure, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     """Stride arguments, in elements, of tensors given in the order of the kernel's arguments."""
     strides: list[int] = []
     for argument, tensor in zip(tensor_arguments(spec, structure), tensors, strict=False):
-        strides += tensor.stride()[: len(argument.stride_dims)]
+        if tensor is not None:
+            strides += tensor.stride()[: len(argument.stride_dims)]
     return tuple(strides)
 
 
-def is_aligned(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> bool:
+def is_aligned(spec: Spec, structure: Structure, tensors: Sequence[Tensor | None]) -> bool:
     """Whether pointers and strides of all vector-loaded tensors are multiples of 16 bytes."""
     for argument, tensor in zip(tensor_arguments(spec, structure), tensors, strict=False):
-        if not argument.vectorized:
+        if tensor is None or not argument.vectorized:
             continue
         bits = tensor.data_ptr()
         for stride in tensor.stride()[: len(argument.stride_dims)]:
@@ -64,7 +67,8 @@ class CompiledPlan:
         spec: What the kernels compute.
         variants: Which kernels, with their tiles, in launch order.
         module_source: Finds the modules' files.
-        dtypes: Element dtype names of the tensors, in argument order without the scratch.
+        dtypes: Element dtype names of the tensors, in argument order without the scratch; None for one
+            that calls leave out.
         aligned: See :func:`is_aligned`.
     """
 
@@ -73,7 +77,7 @@ class CompiledPlan:
         spec: Spec,
         variants: Sequence[Variant],
         module_source: ModuleSource,
-        dtypes: tuple[str, ...],
+        dtypes: tuple[str | None, ...],
         *,
         aligned: bool,
     ) -> None:
@@ -97,7 +101,7 @@ class CompiledPlan:
             rows: Sequences, the second grid dimension.
             heads: Heads on this device.
             strides: Of :func:`tensor_strides`.
-            scalars: The ring capacity; nothing for native plans.
+            scalars: Of :func:`.abi.scalar_arguments`, all but the null slot.
 
         Returns:
             A function of the tensors (in argument order, without the scratch), the null slot (-1 for
@@ -133,7 +137,7 @@ class CompiledPlan:
 
 
 def _launcher(
-    path: Path, name: str, spec: Spec, variant: Variant, dtypes: tuple[str, ...], aligned: bool
+    path: Path, name: str, spec: Spec, variant: Variant, dtypes: tuple[str | None, ...], aligned: bool
 ) -> Callable[..., None]:
     kernel = getattr(load_module(path), name)
     if not hasattr(kernel, "cache_key"):  # Triton's interpreter
@@ -147,7 +151,7 @@ def _compiled(
     name: str,
     spec: Spec,
     variant: Variant,
-    dtypes: tuple[str, ...],
+    dtypes: tuple[str | None, ...],
     aligned: bool,
     device_index: int,
 ) -> Callable[..., None]:
