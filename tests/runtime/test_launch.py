@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from replayssm_tune.runtime.abi import TensorArgument, launch_structure, tensor_
 from replayssm_tune.runtime.contracts import (
     GDN_MATERIALIZE,
     GDN_NATIVE_STEP,
+    GDN_NATIVE_VERIFY,
     GDN_STEP,
+    GDN_VERIFY,
     MAMBA2_MATERIALIZE,
     MAMBA2_NATIVE_STEP,
+    MAMBA2_NATIVE_VERIFY,
     MAMBA2_STEP,
+    MAMBA2_VERIFY,
 )
 from replayssm_tune.runtime.spec import Spec
 from tests.interpreter import run_interpreted
@@ -71,11 +76,13 @@ def test_folds_agree_with_the_reference(
         assert found["elsewhere"] == 0
 
 
-@pytest.mark.parametrize(
-    "contract",
-    [MAMBA2_STEP, MAMBA2_NATIVE_STEP, MAMBA2_MATERIALIZE, GDN_STEP, GDN_NATIVE_STEP, GDN_MATERIALIZE],
-    ids=lambda contract: contract.name,
-)
+CONTRACTS = [
+    MAMBA2_STEP, MAMBA2_NATIVE_STEP, MAMBA2_VERIFY, MAMBA2_NATIVE_VERIFY, MAMBA2_MATERIALIZE,
+    GDN_STEP, GDN_NATIVE_STEP, GDN_VERIFY, GDN_NATIVE_VERIFY, GDN_MATERIALIZE,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
     by_kernel = {argument.kernel: argument for argument in contract.arguments}
     assert len(by_kernel) == len(contract.arguments)
@@ -83,8 +90,11 @@ def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
     for has_d, has_z, has_dt_bias in itertools.product((False, True), repeat=3):
         if contract.family == "gdn" and (has_d or has_z):
             continue
-        step = Spec(contract.family, "step", 8, 16, 2, 4, has_d=has_d, has_z=has_z, has_dt_bias=has_dt_bias)
-        spec = {"native_step": step.native, "materialize": step.materialize}.get(contract.op, step)
+        inputs = {"has_d": has_d, "has_z": has_z, "has_dt_bias": has_dt_bias}
+        step = Spec(contract.family, "step", 8, 16, 2, 4, **inputs)
+        verify = replace(step, op="verify", num_tokens=3)
+        specs = {spec.op: spec for spec in (step, verify, step.native, verify.native, step.materialize)}
+        spec = specs[contract.op]
         for argument in tensor_arguments(spec, launch_structure(spec)):
             met.add(argument.name)
             # One stride per leading dimension of those tensors whose strides a kernel is given.
