@@ -246,6 +246,12 @@ def compile_ahead(
     for plan in plans:
         for dtypes in dict.fromkeys((with_all, without)):
             _compiled(spec, plan, dtypes, aligned, device_index)
+    _compile_cursors(device_index, index_dtype)
+    return len(plans)
+
+
+def _compile_cursors(device_index: int, index_dtype: torch.dtype) -> None:
+    """Cursor ops go through the just-in-time path: calls that touch nothing compile them."""
     with torch.cuda.device(device_index):
         slots = torch.full((1,), -1, dtype=index_dtype, device="cuda")
         cursor = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -253,4 +259,3 @@ def compile_ahead(
             launch_commit(slots, cursor, cursor, slots, query_start, 1, 1, 2, -1)
         launch_reset(slots, cursor, cursor, -1)
         launch_drained(slots, cursor, cursor, 2, -1)
-    return len(plans)

@@ -50,7 +50,7 @@ def mamba2_verify(
     work = torch.promote_types(state.dtype, torch.float32)
     rate = A.to(work)
 
-    delta = new.masked(_delta(new.of(dt).to(work), dt_bias, dt_softplus))
+    delta = _delta(new.of(dt).to(work), dt_bias, dt_softplus)
     x_new, b_new, c_new = (new.of(value).to(work) for value in (x, B, C))
     x_ring, b_ring, delta_ring = live_tokens((ring_x, ring_b, ring_decay), slot, start, length, window, work)
     flush = length + num_tokens > window
@@ -92,7 +92,7 @@ def mamba2_native_verify(
     new = new_tokens(query_start, first, num_tokens, len(x), null_slot, len(state))
     held = draft_slots(new, slot_index, accepted, null_slot, len(state))
     work = torch.promote_types(state.dtype, torch.float32)
-    delta = new.masked(_delta(new.of(dt).to(work), dt_bias, dt_softplus))
+    delta = _delta(new.of(dt).to(work), dt_bias, dt_softplus)
     decay = torch.exp(A.to(work) * delta)[..., None, None]
     x_new = new.of(x).to(work)
     b_heads, c_heads = (_by_head(new.of(value).to(work), x.shape[1]) for value in (B, C))
@@ -134,7 +134,7 @@ def gdn_verify(
     work = torch.promote_types(state.dtype, torch.float32)
 
     g, beta = _gates(new.of(a), new.of(b), A_log, dt_bias, work)
-    g, v_new = new.masked(g), new.of(v).to(work)
+    v_new = new.of(v).to(work)
     q_new, k_new = _queries_and_keys(new.of(q), new.of(k), qk_l2norm, work)
     u_ring, k_ring, g_ring = live_tokens((ring_u, ring_k, ring_g), slot, start, length, window, work)
     flush = length + num_tokens > window
@@ -180,7 +180,7 @@ def gdn_native_verify(
     held = draft_slots(new, slot_index, accepted, null_slot, len(state))
     work = torch.promote_types(state.dtype, torch.float32)
     g, beta = _gates(new.of(a), new.of(b), A_log, dt_bias, work)
-    decay, v_new = torch.exp(new.masked(g))[..., None, None], new.of(v).to(work)
+    decay, v_new = torch.exp(g)[..., None, None], new.of(v).to(work)
     q_heads, k_heads = (
         _by_head(value, v.shape[1]) for value in _queries_and_keys(new.of(q), new.of(k), qk_l2norm, work)
     )

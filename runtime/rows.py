@@ -99,12 +99,8 @@ class NewTokens:
 
     def of(self, value: Tensor) -> Tensor:
         """(live, num_tokens, ...) of what there is per token, (tokens, ...); 0 where a row has fewer."""
-        return self.masked(value[self.token])
-
-    def masked(self, value: Tensor) -> Tensor:
-        """(live, num_tokens, ...) with 0 where a row has fewer tokens, whatever stood there."""
-        mine = self.mine.view(*self.mine.shape, *[1] * (value.dim() - 2))
-        return torch.where(mine, value, torch.zeros((), dtype=value.dtype, device=value.device))
+        mine = self.mine.view(*self.mine.shape, *[1] * (value.dim() - 1))
+        return torch.where(mine, value[self.token], torch.zeros((), dtype=value.dtype, device=value.device))
 
     def flat(self, value: Tensor) -> Tensor:
         """(n, ...) of (live, num_tokens, ...): the tokens that there are, row after row."""
