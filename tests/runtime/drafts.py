@@ -30,6 +30,14 @@ NATIVE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def spec_of(family: str, window: int = 4, num_tokens: int = 2, dtype: str = "fp32", **changes: Any) -> Spec:
+    """A small spec with all optional inputs of its family; ``dtype`` is that of activations and ring."""
+    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2}
+    fields |= {"activation_dtype": dtype, "ring_dtype": dtype}
+    fields |= {"has_d": False, "qk_l2norm": True} if family == "gdn" else {"has_z": True}
+    return Spec(family, "verify", window=window, num_tokens=num_tokens, **(fields | changes))
+
+
 @dataclass(frozen=True)
 class Scene:
     """What is run; rows of packed scenes vary in their tokens."""
@@ -59,12 +67,9 @@ class Scene:
 
     @property
     def spec(self) -> Spec:
-        inputs: dict[str, Any] = {"has_d": False, "qk_l2norm": True}
-        return Spec(
-            self.family, "verify", self.head_dim, self.state_size, 2, self.window, self.num_tokens,
-            activation_dtype="fp32", ring_dtype="fp32",
-            **(inputs if self.family == "gdn" else {"has_z": True}),
-        )  # fmt: skip
+        return spec_of(
+            self.family, self.window, self.num_tokens, head_dim=self.head_dim, state_size=self.state_size
+        )
 
 
 @dataclass
