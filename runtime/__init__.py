@@ -34,10 +34,12 @@ if TYPE_CHECKING:
         drained,
         gdn_materialize,
         gdn_native_step,
+        gdn_native_verify,
         gdn_step,
         make_cache,
         mamba2_materialize,
         mamba2_native_step,
+        mamba2_native_verify,
         mamba2_step,
         reset,
         ring_capacity,
@@ -51,8 +53,8 @@ else:
     )  # fmt: skip
     _OPS = (
         "Cache", "Snapshot", "bytes_per_slot", "commit", "drained", "gdn_materialize", "gdn_native_step",
-        "gdn_step", "make_cache", "mamba2_materialize", "mamba2_native_step", "mamba2_step", "reset",
-        "ring_capacity", "warmup",
+        "gdn_native_verify", "gdn_step", "make_cache", "mamba2_materialize", "mamba2_native_step",
+        "mamba2_native_verify", "mamba2_step", "reset", "ring_capacity", "warmup",
     )  # fmt: skip
     _HOMES = {
         **dict.fromkeys(_ERRORS, "errors"),
@@ -88,10 +90,12 @@ __all__ = [
     "drained",
     "gdn_materialize",
     "gdn_native_step",
+    "gdn_native_verify",
     "gdn_step",
     "make_cache",
     "mamba2_materialize",
     "mamba2_native_step",
+    "mamba2_native_verify",
     "mamba2_step",
     "reset",
     "ring_capacity",

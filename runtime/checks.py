@@ -8,7 +8,7 @@ this; see :mod:`.signatures`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ class CallSignature:
     device: str
     """Device type: ``cpu``, ``cuda``."""
     rows: int
-    """Of the call, or of its output where that has others; for none nothing is launched."""
+    """Sequences of the call, padding too; for none nothing is launched."""
     strides: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     """``fp32``, ``bf16``, ``fp16``, ``i32`` or ``i64``."""
@@ -63,6 +63,8 @@ class Signature(CallSignature):
     slots: int
     capacity: int
     """Tokens per ring; 0 for native steps."""
+    tokens: int
+    """Of all rows and behind the last one's: as many as ``out`` has."""
 
     @property
     def effective_batch(self) -> int:
@@ -104,6 +106,8 @@ def check_step(contract: Contract, tensors: Sequence[Tensor | None], scalars: Se
             "allocate longer rings or use a smaller window"
         )
     _measure(contract, tensors, sizes)
+    if spec.verifies:
+        check_tokens(contract, tensors, sizes, spec.num_tokens)
     return Signature(
         **described(contract, tensors),
         spec=spec,
@@ -112,6 +116,7 @@ def check_step(contract: Contract, tensors: Sequence[Tensor | None], scalars: Se
         groups=groups,
         slots=sizes["slots"],
         capacity=capacity,
+        tokens=sizes.get("tokens", rows),
     )
 
 
@@ -166,6 +171,23 @@ def check_rows(contract: Contract, rows: int) -> None:
         raise ArgumentError(
             f"{contract.name}: {contract.names[position]} has {rows} rows, a launch takes at most "
             f"{MAX_ROWS}; split the batch"
+        )
+
+
+def check_tokens(
+    contract: Contract, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], num_tokens: int
+) -> None:
+    """Refuse tokens that are not ``num_tokens`` of each row, where no ``query_start`` says whose they are.
+
+    Raises:
+        ArgumentError: They are not.
+    """
+    rows, tokens = sizes["rows"], sizes["tokens"]
+    if tensors[contract.position("query_start")] is None and tokens != rows * num_tokens:
+        position, dimension = contract.sizes_at["tokens"]
+        raise ArgumentError(
+            f"{contract.name}: {contract.names[position]} has {tokens} tokens (its dimension {dimension}); "
+            f"expected {rows} rows of {num_tokens}, {rows * num_tokens}; pass query_start where rows vary"
         )
 
 
@@ -280,7 +302,7 @@ def _spec(
     assert state is not None
     materializes = contract.op == "materialize"
     # int(): symbolic sizes that are baked into a kernel are made concrete.
-    numbers: dict[str, Any] = {"window": 0} | {
+    numbers: dict[str, Any] = {"window": 0, "num_tokens": int(sizes.get("num_tokens", 1))} | {
         name: int(value) if kind == "int" else value
         for (kind, name), value in zip(contract.scalars, scalars, strict=True)
     }

@@ -103,7 +103,7 @@ class CompiledPlan:
             rows: Sequences, the second grid dimension.
             heads: Heads on this device.
             strides: Of :func:`tensor_strides`.
-            scalars: The ring capacity; nothing for native plans.
+            scalars: Of :func:`.abi.scalar_arguments`, all but the null slot.
 
         Returns:
             A function of the tensors (in argument order, without the scratch), the null slot (-1 for

@@ -23,9 +23,9 @@ class Argument:
     name: str
     """Name in the public function and in messages."""
     dims: tuple[str, ...]
-    """Its dimensions, outermost first: ``rows``, ``heads``, ``groups``, ``head_dim``, ``state_size``,
-    ``slots``, ``capacity``; of the convolution ``tokens``, ``channels``, ``width``. ``rows + 1`` is one more
-    than rows."""
+    """Its dimensions, outermost first: ``rows``, ``tokens``, ``num_tokens``, ``heads``, ``groups``,
+    ``head_dim``, ``state_size``, ``slots``, ``capacity``; of the convolution ``channels``, ``width``.
+    ``rows + 1`` is one more than rows."""
     dtypes: tuple[str, ...] | str
     """Short names of the dtypes it may have; the name of another argument stands for its dtype."""
     kernel: str = ""
@@ -148,6 +148,44 @@ def _rings(x: str, b: str, decay: str) -> tuple[Argument, ...]:
     )
 
 
+def _packed(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """Those of a step with the tokens of all rows one after the other; which row owns which is said last."""
+    *inputs, slot_index, out = (
+        replace(argument, dims=tuple("tokens" if dim == "rows" else dim for dim in argument.dims))
+        for argument in arguments
+    )
+    return (*inputs, replace(slot_index, dims=("rows",)), _QUERY_START, out)
+
+
+def _verify(step: Contract) -> Contract:
+    """What takes several tokens a row where ``step`` takes one."""
+    window, *flags = step.scalars
+    return replace(
+        step,
+        name=f"{step.family}_verify",
+        arguments=_packed(step.arguments),
+        scalars=(window, ("int", "num_tokens"), *flags),
+        sized_by=(*step.sized_by, "slot_index"),
+        op="verify",
+    )
+
+
+def _native_verify(step: Contract) -> Contract:
+    """What writes a state for each of several tokens where ``step`` writes that of one."""
+    *inputs, slot_index, query_start, out = _packed(step.arguments)
+    slots, kept = (
+        replace(slot_index, dims=("rows", "num_tokens")),
+        replace(slot_index, name="accepted", kernel="accepted"),
+    )
+    return replace(
+        step,
+        name=f"{step.family}_native_verify",
+        arguments=(*inputs, slots, kept, query_start, out),
+        sized_by=(*step.sized_by, "slot_index"),
+        op="native_verify",
+    )
+
+
 def _materialize(step: Contract, *parameters: str) -> Contract:
     """What folds the rings of ``step`` into states elsewhere, and which of its inputs that takes."""
     arguments = {argument.name: replace(argument, apart=False) for argument in step.arguments}
@@ -204,6 +242,8 @@ MAMBA2_NATIVE_STEP: Final = Contract(
     family="mamba2",
     op="native_step",
 )
+MAMBA2_VERIFY: Final = _verify(MAMBA2_STEP)
+MAMBA2_NATIVE_VERIFY: Final = _native_verify(MAMBA2_NATIVE_STEP)
 MAMBA2_MATERIALIZE: Final = _materialize(MAMBA2_STEP, "A")
 
 _GDN_DIMS: Final = {
@@ -248,6 +288,8 @@ GDN_NATIVE_STEP: Final = Contract(
     op="native_step",
     dim_names=_GDN_DIMS,
 )
+GDN_VERIFY: Final = _verify(GDN_STEP)
+GDN_NATIVE_VERIFY: Final = _native_verify(GDN_NATIVE_STEP)
 GDN_MATERIALIZE: Final = _materialize(GDN_STEP)
 
 _CURSORS: Final = (

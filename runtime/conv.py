@@ -20,6 +20,7 @@ from .checks import (
     CallSignature,
     check_rows,
     check_tensors,
+    check_tokens,
     described,
     is_whole,
     refuse_gradients,
@@ -28,7 +29,7 @@ from .checks import (
 from .contracts import CONV_SEED, CONV_STEP, Contract
 from .errors import ArgumentError
 from .operators import CursorOperator, StepOperator, cuda_index, late
-from .rows import live_cursors, live_rows, owned_tokens
+from .rows import live_cursors, live_rows, new_tokens
 from .spec import MAX_WINDOW
 
 WIDTHS: Final = (2, 3, 4)
@@ -197,7 +198,7 @@ def warmup_conv(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConvSignature(CallSignature):
-    """A checked call of :func:`conv_step`; rows of its output are tokens."""
+    """A checked call of :func:`conv_step`."""
 
     sizes: dict[str, int]
     """By the dimensions of the contract."""
@@ -215,7 +216,7 @@ def check_conv_step(
     """
     op, (window, num_tokens, silu) = contract.name, scalars
     sizes = check_tensors(contract, tensors, scalars)
-    rows, tokens, capacity, width = (sizes[dim] for dim in ("rows", "tokens", "capacity", "width"))
+    rows, capacity, width = (sizes[dim] for dim in ("rows", "capacity", "width"))
     _check_channels(contract, sizes)
     if width not in WIDTHS:
         raise ArgumentError(
@@ -235,13 +236,9 @@ def check_conv_step(
             f"needs window + num_tokens + width - 1 = {window} + {num_tokens} + {width - 1} = {least}; "
             "allocate longer rings, all of a cache group alike"
         )
-    if tensors[contract.position("query_start")] is None and tokens != rows * num_tokens:
-        raise ArgumentError(
-            f"{op}: x has {tokens} tokens (its dimension 0); expected {rows} rows of {num_tokens}, "
-            f"{rows * num_tokens}; pass query_start where rows vary"
-        )
+    check_tokens(contract, tensors, sizes, num_tokens)
     return ConvSignature(
-        **described(contract, tensors), rows=tokens, sizes=sizes, num_tokens=num_tokens, silu=silu
+        **described(contract, tensors), rows=rows, sizes=sizes, num_tokens=num_tokens, silu=silu
     )
 
 
@@ -304,19 +301,15 @@ def eager_conv_step(
     null_slot: int,
 ) -> None:
     """:func:`conv_step` on any device; arguments in the order of the operator's schema."""
-    begin, count = owned_tokens(query_start, slot_index, num_tokens, len(x))
-    row, slot = live_rows(torch.where(count > 0, slot_index, -1), null_slot, len(ring))
+    new = new_tokens(query_start, slot_index, num_tokens, len(x), null_slot, len(ring))
     capacity, width = ring.shape[1], weight.shape[1]
-    start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
-    write = (start.long() + length)[:, None]
+    start, length = live_cursors(new.row, new.slot, ring_start, ring_len, window, capacity)
+    end = start.long() + length
 
     # (rows, width - 1 + num_tokens, channels): the inputs before the new ones, then those.
-    new = torch.arange(num_tokens, device=x.device)
-    mine = new < count[row, None]
-    token = torch.where(mine, begin[row, None] + new, 0)
     back = torch.arange(1 - width, 0, device=x.device)
-    old = ring[slot[:, None], (write + back) % capacity].float()
-    inputs = torch.cat([old, torch.where(mine[..., None], x[token].float(), 0.0)], 1)
+    old = ring[new.slot[:, None], (end[:, None] + back) % capacity].float()
+    inputs = torch.cat([old, new.of(x).float()], 1)
 
     total = torch.zeros_like(inputs[:, width - 1 :])
     if bias is not None:
@@ -325,10 +318,8 @@ def eager_conv_step(
         total = total + weight[:, tap].float() * inputs[:, tap : tap + num_tokens]
     if silu:
         total = total / (1.0 + torch.exp(-total))
-    out.zero_()
-    out[token[mine]] = total[mine].to(out.dtype)
-    where = slot[:, None].expand_as(mine)[mine], ((write + new) % capacity)[mine]
-    ring[where] = x[token[mine]].to(ring.dtype)
+    new.put(out, total)
+    ring[new.behind(end, capacity)] = new.flat(new.of(x)).to(ring.dtype)
 
 
 def eager_conv_seed(history: Tensor, ring: Tensor, ring_start: Tensor, slots: Tensor, null_slot: int) -> None:

@@ -129,10 +129,7 @@ class _ConvLauncher(Launcher):
         blocks = -(-self._scalars[0] // constants[-1])
 
         def launch(tensors: Sequence[Tensor], null_slot: int, stream: int) -> None:
-            if rows:
-                run(blocks, rows, stream, *tensors, *fixed, null_slot, *constants)
-            else:
-                tensors[-1].zero_()  # tokens that nobody owns
+            run(blocks, rows, stream, *tensors, *fixed, null_slot, *constants)
 
         return launch
 
@@ -145,13 +142,14 @@ def prepare(signature: ConvSignature, device_index: int) -> Launcher:
 
 
 def _step_launcher(signature: ConvSignature, device_index: int) -> _ConvLauncher:
-    rows, channels, capacity, width = (
-        signature.sizes[dim] for dim in ("rows", "channels", "capacity", "width")
+    channels, capacity, width, tokens = (
+        signature.sizes[dim] for dim in ("channels", "capacity", "width", "tokens")
     )
+    rows = signature.rows
     token_block = next_power_of_two(signature.num_tokens)
     block, warps = tile(rows, channels, token_block)
     choice = Choice((signature.num_tokens, token_block, width, signature.silu, block), warps)
-    scalars = (channels, capacity, signature.rows)
+    scalars = (channels, capacity, tokens)
     return _ConvLauncher(STEP, choice, signature.strides, signature.dtypes, rows, scalars, device_index)
 
 

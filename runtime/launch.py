@@ -67,7 +67,7 @@ def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
 
 @functools.cache
 def _compiled(
-    spec: Spec, plan: Plan, dtypes: tuple[str, ...], aligned: bool, device_index: int
+    spec: Spec, plan: Plan, dtypes: tuple[str | None, ...], aligned: bool, device_index: int
 ) -> CompiledPlan:
     with torch.cuda.device(device_index):
         return CompiledPlan(spec, plan.variants, module_path, dtypes, aligned=aligned)
@@ -136,15 +136,21 @@ class _PlanLauncher(Launcher):
 
     def __init__(self, signature: Signature, device_index: int) -> None:
         spec = signature.spec
-        names, scalar_names = signature.contract.kernel_names, scalar_arguments(spec, launch_structure(spec))
-        super().__init__(names, _arguments(spec), signature.strides, signature.dtypes, device_index)
+        super().__init__(
+            signature.contract.kernel_names,
+            _arguments(spec),
+            signature.strides,
+            signature.dtypes,
+            device_index,
+        )
         self._rows, self._heads = signature.rows, signature.heads
-        self._scalars = (signature.capacity,) if "ring_capacity" in scalar_names else ()
+        scalars = {"ring_capacity": signature.capacity, "tokens": signature.tokens}
+        *names, _ = scalar_arguments(spec, launch_structure(spec))
+        self._scalars = tuple(scalars[name] for name in names)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
 
     def prepare(self, aligned: bool) -> Launch:
-        dtypes = tuple(dtype for dtype in self._dtypes if dtype)
-        compiled = _compiled(self._spec, self._plan, dtypes, aligned, self._device_index)
+        compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self._device_index)
         return compiled.bind(self._rows, self._heads, self._strides, self._scalars)
 
 
@@ -234,9 +240,18 @@ def compile_ahead(
         ToolchainError: There is no C compiler.
     """
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
-    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.per_row else a.dtype for a in _arguments(spec))
+    given = tuple((a, DTYPE_NAMES[index_dtype] if a.per_row else a.dtype) for a in _arguments(spec))
+    with_all = tuple(dtype for _, dtype in given)
+    without = tuple(None if a.optional else dtype for a, dtype in given)
     for plan in plans:
-        _compiled(spec, plan, dtypes, aligned, device_index)
+        for dtypes in dict.fromkeys((with_all, without)):
+            _compiled(spec, plan, dtypes, aligned, device_index)
+    _compile_cursors(device_index, index_dtype)
+    return len(plans)
+
+
+def _compile_cursors(device_index: int, index_dtype: torch.dtype) -> None:
+    """Cursor ops go through the just-in-time path: calls that touch nothing compile them."""
     with torch.cuda.device(device_index):
         slots = torch.full((1,), -1, dtype=index_dtype, device="cuda")
         cursor = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -244,4 +259,3 @@ def compile_ahead(
             launch_commit(slots, cursor, cursor, slots, query_start, 1, 1, 2, -1)
         launch_reset(slots, cursor, cursor, -1)
         launch_drained(slots, cursor, cursor, 2, -1)
-    return len(plans)

@@ -130,7 +130,7 @@ class _SignedOperator(_Operator):
 
 
 class StepOperator(_SignedOperator):
-    """An operator with an ``out``: a step, or the convolution."""
+    """An operator with an ``out``: what takes new tokens, of a layer or of the convolution."""
 
     def call(self, tensors: Tensors, scalars: tuple[Any, ...], null_slot: int | None) -> Tensor:
         """Run it; tensors and scalars are in the contract's order, ``out`` may be None.
@@ -167,6 +167,11 @@ class StepOperator(_SignedOperator):
         signature = signature_of(self._contract, tensors, scalars, self._check)
         check_out(tensors, signature)
         self._run(tensors, scalars, null, signature)
+
+    def _run(self, tensors: Tensors, scalars: tuple[Any, ...], null: int, signature: CallSignature) -> None:
+        if not signature.rows:
+            tensors[-1].zero_()  # tokens that nobody owns
+        super()._run(tensors, scalars, null, signature)
 
 
 class MaterializeOperator(_SignedOperator):

@@ -2,104 +2,25 @@
 
 Arguments are those of :mod:`.ops`, in the order of the operators' schemas. Checked are the values of slots
 and cursors alone (:mod:`.rows`), which kernels do not look at.
-Rows are vectorised; no matrix product is used, so that no TF32 setting touches the result. Arithmetic
-is in fp32 (fp64 where the state is fp64).
+Rows are vectorised, tokens go one after the other; for the arithmetic see :mod:`.history`. It is in fp32
+(fp64 where the state is fp64).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
+from .history import History, attended, fold, gdn_weights, live_tokens, mamba2_weights, sums_up_to
 from .oracle import softplus
-from .rows import folded_rows, live_cursors, live_rows, owned_tokens
+from .rows import draft_slots, folded_rows, live_cursors, live_rows, new_tokens, owned_tokens
 
 
-class _History:
-    """Old state and ring of a step's rows as one linear map; flushing rows fold, store and are read anew.
-
-    Args:
-        state: (slots, heads, head_dim, state_size); flushing rows' slots are written.
-        slot: (rows,) int64, of the live rows.
-        flush: (rows,) bool.
-        x: (rows, window, heads, head_dim), ring tokens, oldest first; dead ones are 0.
-        b: (rows, window, groups, state_size), likewise.
-        weight: (rows, window, heads), what is left of each token.
-        decay: (rows, heads), what is left of the old state.
-    """
-
-    def __init__(
-        self, state: Tensor, slot: Tensor, flush: Tensor, x: Tensor, b: Tensor, weight: Tensor, decay: Tensor
-    ) -> None:
-        self._x, self._b, self._weight, self._decay, self._flush = x, b, weight, decay, flush
-        self._heads_per_group = x.shape[2] // b.shape[2]
-        self._old = state[slot].to(x.dtype)
-        if bool(flush.any()):
-            self._folded = _fold(*(part[flush] for part in (self._old, x, b, weight, decay)))
-            state[slot[flush]] = self._folded.to(state.dtype)
-
-    def read(self, r: Tensor) -> Tensor:
-        """(rows, heads, head_dim) of keys or queries ``r`` (rows, groups, state_size)."""
-        r_heads = r.repeat_interleave(self._heads_per_group, 1)[:, :, None, :]
-        score = (self._b * r[:, None]).sum(-1).repeat_interleave(self._heads_per_group, 2)
-        value = self._decay[..., None] * (self._old * r_heads).sum(-1)
-        value += ((self._weight * score)[..., None] * self._x).sum(1)
-        if bool(self._flush.any()):
-            value[self._flush] = (self._folded * r_heads[self._flush]).sum(-1)
-        return value
-
-
-def _fold(old: Tensor, x: Tensor, b: Tensor, weight: Tensor, decay: Tensor) -> Tensor:
-    """``decay old + sum_j weight_j x_j b_j^T``; shapes as in :class:`_History`, ``old`` of rows."""
-    folded = decay[..., None, None] * old
-    weighted = weight[..., None] * x
-    b_heads = b.repeat_interleave(x.shape[2] // b.shape[2], 2)
-    for i in range(x.shape[1]):
-        folded += weighted[:, i, :, :, None] * b_heads[:, i, :, None, :]
-    return folded
-
-
-def _live_tokens(
-    rings: tuple[Tensor, Tensor, Tensor],
-    slot: Tensor,
-    start: Tensor,
-    length: Tensor,
-    window: int,
-    work: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ring tokens of live rows, oldest first, (rows, window, ...); dead ones are replaced by 0."""
-    ring_x, ring_b, ring_decay = rings
-    j = torch.arange(window, device=slot.device)
-    live = j < length[:, None]
-    index = (slot[:, None], slice(None), (start[:, None] + j) % ring_x.shape[2])
-    zero = torch.zeros((), dtype=work, device=slot.device)
-    return (
-        torch.where(live[..., None, None], ring_x[index].to(work), zero),
-        torch.where(live[..., None, None], ring_b[index].to(work), zero),
-        torch.where(live[..., None], ring_decay[index].to(work), zero),
-    )
-
-
-def _suffix_sums(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over dimension 1 of everything from an entry on, and of everything after it."""
-    from_here = value.flip(1).cumsum(1).flip(1)
-    return from_here, torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
-
-
-def _mamba2_weights(delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of each ring token, ``delta_j exp(A * sum of deltas after j)``, and the old state's decay."""
-    from_here, later = _suffix_sums(delta)
-    rate = A.to(delta.dtype)
-    return delta * torch.exp(rate * later), torch.exp(rate * from_here[:, 0])
-
-
-def _gdn_weights(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of each ring token, ``exp(sum of gates after j)``, and the old state's decay."""
-    from_here, later = _suffix_sums(g)
-    return torch.exp(later), torch.exp(from_here[:, 0])
-
-
-def mamba2_step(
+def mamba2_verify(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -115,40 +36,41 @@ def mamba2_step(
     ring_start: Tensor,
     ring_len: Tensor,
     slot_index: Tensor,
+    query_start: Tensor | None,
     out: Tensor,
     window: int,
+    num_tokens: int,
     dt_softplus: bool,
     null_slot: int,
 ) -> None:
-    """One replay decode step; see :func:`.ops.mamba2_step`."""
-    row, slot = live_rows(slot_index, null_slot, len(state))
-    capacity = ring_x.shape[2]
-    start, length = (c.long() for c in live_cursors(row, slot, ring_start, ring_len, window, capacity))
-    out.zero_()
+    """Replay decode of several tokens a row; see :func:`.ops.mamba2_step`."""
+    new = new_tokens(query_start, slot_index, num_tokens, len(x), null_slot, len(state))
+    slot, capacity = new.slot, ring_x.shape[2]
+    start, length = (c.long() for c in live_cursors(new.row, slot, ring_start, ring_len, window, capacity))
     work = torch.promote_types(state.dtype, torch.float32)
-    heads_per_group = x.shape[1] // B.shape[1]
+    rate = A.to(work)
 
-    delta = _delta(dt[row], dt_bias, dt_softplus, work)
-    x_new, b_new = x[row].to(work), B[row].to(work)
-    c_new = C[row].to(work)
+    delta = _delta(new.of(dt).to(work), dt_bias, dt_softplus)
+    x_new, b_new, c_new = (new.of(value).to(work) for value in (x, B, C))
+    x_ring, b_ring, delta_ring = live_tokens((ring_x, ring_b, ring_decay), slot, start, length, window, work)
+    flush = length + num_tokens > window
+    history = History(state, slot, flush, x_ring, b_ring, *mamba2_weights(delta_ring, A))
 
-    x_ring, b_ring, delta_ring = _live_tokens((ring_x, ring_b, ring_decay), slot, start, length, window, work)
-    history = _History(state, slot, length + 1 > window, x_ring, b_ring, *_mamba2_weights(delta_ring, A))
+    y = torch.zeros_like(x_new)
+    for i, (total, later) in enumerate(sums_up_to(delta)):
+        upto = slice(0, i + 1)
+        y[:, i] = torch.exp(rate * total)[..., None] * history.read(c_new[:, i])
+        weight = delta[:, upto] * torch.exp(rate * later)
+        y[:, i] += attended(c_new[:, i], x_new[:, upto], b_new[:, upto], weight)
+    new.put(out, _finish(y, x_new, D, None if z is None else new.of(z)))
 
-    new_score = (b_new * c_new).sum(-1).repeat_interleave(heads_per_group, 1)
-    y = (
-        torch.exp(A.to(work) * delta)[..., None] * history.read(c_new)
-        + (delta * new_score)[..., None] * x_new
-    )
-    out[row] = _finish(y, x_new, D, None if z is None else z[row]).to(out.dtype)
-
-    append = (start + length) % capacity
-    ring_x[slot, :, append] = x[row].to(ring_x.dtype)
-    ring_b[slot, :, append] = B[row].to(ring_b.dtype)
-    ring_decay[slot, :, append] = delta.to(ring_decay.dtype)
+    slot, position = new.behind(start + length, capacity)
+    ring_x[slot, :, position] = new.flat(new.of(x)).to(ring_x.dtype)
+    ring_b[slot, :, position] = new.flat(new.of(B)).to(ring_b.dtype)
+    ring_decay[slot, :, position] = new.flat(delta).to(ring_decay.dtype)
 
 
-def mamba2_native_step(
+def mamba2_native_verify(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -159,27 +81,31 @@ def mamba2_native_step(
     dt_bias: Tensor | None,
     state: Tensor,
     slot_index: Tensor,
+    accepted: Tensor,
+    query_start: Tensor | None,
     out: Tensor,
     dt_softplus: bool,
     null_slot: int,
 ) -> None:
-    """One decode step that writes the state; see :func:`.ops.mamba2_native_step`."""
-    row, slot = live_rows(slot_index, null_slot, len(state))
-    out.zero_()
+    """Decode of several tokens a row, with a state of each; see :func:`.ops.mamba2_native_verify`."""
+    first, num_tokens = slot_index[:, 0], slot_index.shape[1]
+    new = new_tokens(query_start, first, num_tokens, len(x), null_slot, len(state))
+    held = draft_slots(new, slot_index, accepted, null_slot, len(state))
     work = torch.promote_types(state.dtype, torch.float32)
-    heads_per_group = x.shape[1] // B.shape[1]
-    delta = _delta(dt[row], dt_bias, dt_softplus, work)
-    x_new = x[row].to(work)
-    b_heads = B[row].to(work).repeat_interleave(heads_per_group, 1)
-    c_heads = C[row].to(work).repeat_interleave(heads_per_group, 1)
-    new = torch.exp(A.to(work) * delta)[..., None, None] * state[slot].to(work)
-    new += (delta[..., None] * x_new)[..., None] * b_heads[:, :, None, :]
-    y = (new * c_heads[:, :, None, :]).sum(-1)
-    out[row] = _finish(y, x_new, D, None if z is None else z[row]).to(out.dtype)
-    state[slot] = new.to(state.dtype)
+    delta = _delta(new.of(dt).to(work), dt_bias, dt_softplus)
+    decay = torch.exp(A.to(work) * delta)[..., None, None]
+    x_new = new.of(x).to(work)
+    b_heads, c_heads = (_by_head(new.of(value).to(work), x.shape[1]) for value in (B, C))
+    now, y = state[held].to(work), torch.zeros_like(x_new)
+    for i in range(num_tokens):
+        now = decay[:, i] * now
+        now += (delta[:, i, :, None] * x_new[:, i])[..., None] * b_heads[:, i, :, None]
+        y[:, i] = (now * c_heads[:, i, :, None]).sum(-1)
+        new.store(state, slot_index, i, now)
+    new.put(out, _finish(y, x_new, D, None if z is None else new.of(z)))
 
 
-def gdn_step(
+def gdn_verify(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -194,37 +120,45 @@ def gdn_step(
     ring_start: Tensor,
     ring_len: Tensor,
     slot_index: Tensor,
+    query_start: Tensor | None,
     out: Tensor,
     window: int,
+    num_tokens: int,
     qk_l2norm: bool,
     null_slot: int,
 ) -> None:
-    """One replay decode step; see :func:`.ops.gdn_step`."""
-    row, slot = live_rows(slot_index, null_slot, len(state))
-    capacity = ring_u.shape[2]
-    start, length = (c.long() for c in live_cursors(row, slot, ring_start, ring_len, window, capacity))
-    out.zero_()
+    """Replay decode of several tokens a row; see :func:`.ops.gdn_step`."""
+    new = new_tokens(query_start, slot_index, num_tokens, len(v), null_slot, len(state))
+    slot, capacity = new.slot, ring_u.shape[2]
+    start, length = (c.long() for c in live_cursors(new.row, slot, ring_start, ring_len, window, capacity))
     work = torch.promote_types(state.dtype, torch.float32)
-    heads_per_group = v.shape[1] // k.shape[1]
 
-    g, beta = _gates(a[row], b[row], A_log, dt_bias, work)
-    q_new, k_new = _queries_and_keys(q[row], k[row], qk_l2norm, work)
-    u_ring, k_ring, g_ring = _live_tokens((ring_u, ring_k, ring_g), slot, start, length, window, work)
-    history = _History(state, slot, length + 1 > window, u_ring, k_ring, *_gdn_weights(g_ring))
+    g, beta = _gates(new.of(a), new.of(b), A_log, dt_bias, work)
+    v_new = new.of(v).to(work)
+    q_new, k_new = _queries_and_keys(new.of(q), new.of(k), qk_l2norm, work)
+    u_ring, k_ring, g_ring = live_tokens((ring_u, ring_k, ring_g), slot, start, length, window, work)
+    flush = length + num_tokens > window
+    history = History(state, slot, flush, u_ring, k_ring, *gdn_weights(g_ring))
 
-    token_decay = torch.exp(g)[..., None]
-    u = beta[..., None] * (v[row].to(work) - token_decay * history.read(k_new))
-    score = (k_new * q_new).sum(-1).repeat_interleave(heads_per_group, 1)
-    y = token_decay * history.read(q_new) + score[..., None] * u
-    out[row] = y.to(out.dtype)
+    # Row i of the triangular system needs the u before it, and they are known by then.
+    u, y = torch.zeros_like(v_new), torch.zeros_like(v_new)
+    for i, (total, later) in enumerate(sums_up_to(g)):
+        decay, weight = torch.exp(total)[..., None], torch.exp(later)
+        before, upto = slice(0, i), slice(0, i + 1)
+        recalled = decay * history.read(k_new[:, i])
+        recalled += attended(k_new[:, i], u[:, before], k_new[:, before], weight[:, :i])
+        u[:, i] = beta[:, i, :, None] * (v_new[:, i] - recalled)
+        y[:, i] = decay * history.read(q_new[:, i])
+        y[:, i] += attended(q_new[:, i], u[:, upto], k_new[:, upto], weight)
+    new.put(out, y)
 
-    append = (start + length) % capacity
-    ring_u[slot, :, append] = u.to(ring_u.dtype)
-    ring_k[slot, :, append] = k_new.to(ring_k.dtype)
-    ring_g[slot, :, append] = g.to(ring_g.dtype)
+    slot, position = new.behind(start + length, capacity)
+    ring_u[slot, :, position] = new.flat(u).to(ring_u.dtype)
+    ring_k[slot, :, position] = new.flat(k_new).to(ring_k.dtype)
+    ring_g[slot, :, position] = new.flat(g).to(ring_g.dtype)
 
 
-def gdn_native_step(
+def gdn_native_verify(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -234,25 +168,54 @@ def gdn_native_step(
     dt_bias: Tensor | None,
     state: Tensor,
     slot_index: Tensor,
+    accepted: Tensor,
+    query_start: Tensor | None,
     out: Tensor,
     qk_l2norm: bool,
     null_slot: int,
 ) -> None:
-    """One decode step that writes the state; see :func:`.ops.gdn_native_step`."""
-    row, slot = live_rows(slot_index, null_slot, len(state))
-    out.zero_()
+    """Decode of several tokens a row, with a state of each; see :func:`.ops.gdn_native_verify`."""
+    first, num_tokens = slot_index[:, 0], slot_index.shape[1]
+    new = new_tokens(query_start, first, num_tokens, len(v), null_slot, len(state))
+    held = draft_slots(new, slot_index, accepted, null_slot, len(state))
     work = torch.promote_types(state.dtype, torch.float32)
-    heads_per_group = v.shape[1] // k.shape[1]
-    g, beta = _gates(a[row], b[row], A_log, dt_bias, work)
+    g, beta = _gates(new.of(a), new.of(b), A_log, dt_bias, work)
+    decay, v_new = torch.exp(g)[..., None, None], new.of(v).to(work)
     q_heads, k_heads = (
-        value.repeat_interleave(heads_per_group, 1)[:, :, None, :]
-        for value in _queries_and_keys(q[row], k[row], qk_l2norm, work)
+        _by_head(value, v.shape[1]) for value in _queries_and_keys(new.of(q), new.of(k), qk_l2norm, work)
     )
-    new = torch.exp(g)[..., None, None] * state[slot].to(work)
-    u = beta[..., None] * (v[row].to(work) - (new * k_heads).sum(-1))
-    new += u[..., None] * k_heads
-    out[row] = (new * q_heads).sum(-1).to(out.dtype)
-    state[slot] = new.to(state.dtype)
+    now, y = state[held].to(work), torch.zeros_like(v_new)
+    for i in range(num_tokens):
+        key = k_heads[:, i, :, None]
+        now = decay[:, i] * now
+        u = beta[:, i, :, None] * (v_new[:, i] - (now * key).sum(-1))
+        now += u[..., None] * key
+        y[:, i] = (now * q_heads[:, i, :, None]).sum(-1)
+        new.store(state, slot_index, i, now)
+    new.put(out, y)
+
+
+def _step(verify: Callable[..., None], *arguments: Any) -> None:
+    """A step is the verification of rows of one token."""
+    *tensors, out, window, flag, null_slot = arguments
+    verify(*tensors, None, out, window, 1, flag, null_slot)
+
+
+def _native_step(verify: Callable[..., None], *arguments: Any) -> None:
+    """As :func:`_step`; the state is read where it is written."""
+    *tensors, slot_index, out, flag, null_slot = arguments
+    slots = slot_index[:, None]
+    verify(*tensors, slots, torch.ones_like(slot_index), None, out, flag, null_slot)
+
+
+mamba2_step: Final = functools.partial(_step, mamba2_verify)
+"""One replay decode step; see :func:`.ops.mamba2_step`."""
+mamba2_native_step: Final = functools.partial(_native_step, mamba2_native_verify)
+"""One decode step that writes the state; see :func:`.ops.mamba2_native_step`."""
+gdn_step: Final = functools.partial(_step, gdn_verify)
+"""One replay decode step; see :func:`.ops.gdn_step`."""
+gdn_native_step: Final = functools.partial(_native_step, gdn_native_verify)
+"""One decode step that writes the state; see :func:`.ops.gdn_native_step`."""
 
 
 def mamba2_materialize(
@@ -274,8 +237,8 @@ def mamba2_materialize(
     slot, target, start, count = folded_rows(
         source, destination, prefix, ring_start, ring_len, window, capacity, null_slot
     )
-    x, b, delta = _live_tokens((ring_x, ring_b, ring_decay), slot, start, count, window, work)
-    folded = _fold(state[slot].to(work), x, b, *_mamba2_weights(delta, A))
+    x, b, delta = live_tokens((ring_x, ring_b, ring_decay), slot, start, count, window, work)
+    folded = fold(state[slot].to(work), x, b, *mamba2_weights(delta, A))
     state[target] = folded.to(state.dtype)
 
 
@@ -297,8 +260,8 @@ def gdn_materialize(
     slot, target, start, count = folded_rows(
         source, destination, prefix, ring_start, ring_len, window, capacity, null_slot
     )
-    u, k, g = _live_tokens((ring_u, ring_k, ring_g), slot, start, count, window, work)
-    state[target] = _fold(state[slot].to(work), u, k, *_gdn_weights(g)).to(state.dtype)
+    u, k, g = live_tokens((ring_u, ring_k, ring_g), slot, start, count, window, work)
+    state[target] = fold(state[slot].to(work), u, k, *gdn_weights(g)).to(state.dtype)
 
 
 def commit(
@@ -337,9 +300,14 @@ def drained(slots: Tensor, ring_start: Tensor, ring_len: Tensor, capacity: int, 
     ring_len[slot] = 0
 
 
-def _delta(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, work: torch.dtype) -> Tensor:
-    value = dt.to(work) if dt_bias is None else dt.to(work) + dt_bias.to(work)
+def _delta(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
+    value = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     return softplus(value) if dt_softplus else value
+
+
+def _by_head(value: Tensor, heads: int) -> Tensor:
+    """(..., groups, n) repeated to (..., heads, n)."""
+    return value.repeat_interleave(heads // value.shape[-2], -2)
 
 
 def _finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
@@ -355,7 +323,7 @@ def _gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, work: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``-exp(A_log) softplus(a + dt_bias)`` and ``sigmoid(b)``: log decay and writing strength."""
-    return -torch.exp(A_log.to(work)) * _delta(a, dt_bias, True, work), torch.sigmoid(b.to(work))
+    return -torch.exp(A_log.to(work)) * _delta(a.to(work), dt_bias, True), torch.sigmoid(b.to(work))
 
 
 def _queries_and_keys(q: Tensor, k: Tensor, qk_l2norm: bool, work: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -74,12 +76,105 @@ def owned_tokens(
         what = f"query_start begins at {first} and ends at {last}"
         if len(bad):
             what = f"row {int(bad[0])} is given {int(count[bad[0]])} tokens"
-        there, most = ("", "") if tokens is None else (f", of {tokens} tokens in x", f" to at most {tokens}")
+        there, most = ("", "") if tokens is None else (f", of {tokens} tokens", f" to at most {tokens}")
         raise ArgumentError(
             what + there,
             hint=f"query_start goes from 0{most} in steps of 0 to num_tokens = {num_tokens}",
         )
     return bounds[:-1], count
+
+
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """New tokens of the rows of a call that are no padding: those are its live rows."""
+
+    row: Tensor
+    """(live,) int64, indices of the live rows."""
+    slot: Tensor
+    """(live,) int64."""
+    mine: Tensor
+    """(live, num_tokens) bool: the row has so many tokens."""
+    token: Tensor
+    """(live, num_tokens) int64, which tokens they are; 0 where the row has fewer."""
+
+    def of(self, value: Tensor) -> Tensor:
+        """(live, num_tokens, ...) of what there is per token, (tokens, ...); 0 where a row has fewer."""
+        mine = self.mine.view(*self.mine.shape, *[1] * (value.dim() - 1))
+        return torch.where(mine, value[self.token], torch.zeros((), dtype=value.dtype, device=value.device))
+
+    def flat(self, value: Tensor) -> Tensor:
+        """(n, ...) of (live, num_tokens, ...): the tokens that there are, row after row."""
+        return value[self.mine]
+
+    def put(self, out: Tensor, value: Tensor) -> None:
+        """Write (live, num_tokens, ...) to the tokens of live rows, and zeros to all others."""
+        out.zero_()
+        out[self.token[self.mine]] = self.flat(value).to(out.dtype)
+
+    def behind(self, end: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Slot and position in its ring (n,) of each token, if a row's first one lies at ``end`` (live,)."""
+        i = torch.arange(self.mine.shape[1], device=end.device)
+        return self.slot[:, None].expand_as(self.mine)[self.mine], ((end[:, None] + i) % capacity)[self.mine]
+
+    def store(self, state: Tensor, slot_index: Tensor, i: int, value: Tensor) -> None:
+        """Write (live, ...) states after token ``i`` to the slots (rows, num_tokens) that hold them."""
+        has = self.mine[:, i]
+        state[slot_index[self.row[has], i].long()] = value[has].to(state.dtype)
+
+
+def new_tokens(
+    query_start: Tensor | None,
+    slot_index: Tensor,
+    num_tokens: int,
+    tokens: int,
+    null_slot: int,
+    slots: int,
+) -> NewTokens:
+    """Tokens of live rows; a row without tokens is padding, whatever its slot.
+
+    Arguments and errors are those of :func:`owned_tokens` and :func:`live_rows`.
+    """
+    begin, count = owned_tokens(query_start, slot_index, num_tokens, tokens)
+    row, slot = live_rows(torch.where(count > 0, slot_index, -1), null_slot, slots)
+    i = torch.arange(num_tokens, device=slot.device)
+    mine = i < count[row, None]
+    return NewTokens(row, slot, mine, torch.where(mine, begin[row, None] + i, 0))
+
+
+def draft_slots(new: NewTokens, slot_index: Tensor, accepted: Tensor, null_slot: int, slots: int) -> Tensor:
+    """(live,) int64: the slots that live rows start from, ``slot_index[row, accepted - 1]``.
+
+    Args:
+        new: The call's tokens.
+        slot_index: (rows, num_tokens): where the states after each token are written.
+        accepted: (rows,).
+        null_slot: Marks padding besides negative slots; -1 for none.
+        slots: How many there are.
+
+    Raises:
+        ArgumentError: A row has kept no or too many tokens, or the slot of a state that it starts from or
+            writes is none. Nothing has been written yet.
+    """
+    held, kept = slot_index[new.row].long(), accepted[new.row].long()
+    most = slot_index.shape[1]
+    bad = ((kept < 1) | (kept > most)).nonzero()[:, 0]
+    if len(bad):
+        i = int(bad[0])
+        raise ArgumentError(
+            f"row {int(new.row[i])} has accepted {int(kept[i])} tokens, outside of 1 to {most}",
+            hint="it starts from slot_index[row, accepted - 1]: give 1 where its state is in the first slot",
+        )
+    start = held.gather(1, kept[:, None] - 1)
+    needed = torch.cat([start, torch.where(new.mine, held, start)], 1)
+    bad = ((needed < 0) | (needed >= slots) | (needed == null_slot)).nonzero()
+    if len(bad):
+        i, j = (int(value) for value in bad[0])
+        what = "starts from" if j == 0 else f"writes the state after its token {j - 1} to"
+        raise ArgumentError(
+            f"row {int(new.row[i])} {what} slot {int(needed[i, j])}, but there are {slots} slots",
+            hint="correct slot_index: a live row names slots, none of them null_slot, for all of its tokens",
+        )
+    return start[:, 0]
 
 
 def folded_rows(

@@ -49,39 +49,49 @@ def random_call(
     slots: int | None = None,
     index_dtype: torch.dtype = torch.int32,
     seed: int = 0,
+    packed: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of a legal call; every other row of a step flushes, the others hold half a window.
+    """Keyword arguments of a legal call; every other row flushes, the others hold half a window at most.
 
-    Rows lie in shuffled slots; caches are contiguous.
+    Rows lie in shuffled slots; caches are contiguous. Where tokens are verified, rows have as many as they
+    may; ``packed`` ones any number of them, and tokens are left over.
     """
     g = torch.Generator(device).manual_seed(seed)
     activation = TORCH_DTYPES[spec.activation_dtype]
     groups = heads // spec.heads_per_group
-    slots = rows if slots is None else slots
+    count = spec.num_tokens
+    tokens, places = rows * count, rows * count if spec.op == "native_verify" else rows
+    slots = places if slots is None else slots
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=g, device=device).to(dtype)
 
     cache = ops.make_cache(spec, slots, heads, groups, device)
     cache.state.copy_(normal(*cache.state.shape))
-    slot = torch.randperm(slots, generator=g, device=device)[:rows]
+    slot = torch.randperm(slots, generator=g, device=device)[:places]
     rate = 1.0 + 15.0 * torch.rand(heads, generator=g, device=device)
-    value = normal(rows, heads, spec.head_dim, dtype=activation)
-    gate = normal(rows, heads, dtype=activation)
-    key, query = (normal(rows, groups, spec.state_size, dtype=activation) for _ in range(2))
+    value = normal(tokens, heads, spec.head_dim, dtype=activation)
+    gate = normal(tokens, heads, dtype=activation)
+    key, query = (normal(tokens, groups, spec.state_size, dtype=activation) for _ in range(2))
     given: dict[str, Any] = {"state": cache.state, "slot_index": slot.to(index_dtype)}
     if spec.has_dt_bias:
         given["dt_bias"] = normal(heads) - 4.0
     if spec.family == "gdn":
-        given |= {"q": query, "k": key, "v": value, "a": gate, "b": normal(rows, heads, dtype=activation)}
+        given |= {"q": query, "k": key, "v": value, "a": gate, "b": normal(tokens, heads, dtype=activation)}
         given |= {"A_log": rate.log(), "qk_l2norm": spec.qk_l2norm}
     else:
         given |= {"x": value, "dt": gate, "A": -rate, "B": key, "C": query}
         if spec.has_z:
-            given["z"] = normal(rows, heads, spec.head_dim, dtype=activation)
+            given["z"] = normal(tokens, heads, spec.head_dim, dtype=activation)
         if spec.has_d:
             given["D"] = normal(heads)
-    if spec.op == "native_step":
+    if packed:
+        counts = torch.randint(0, count + 1, (rows,), generator=g, device=device)
+        given["query_start"] = torch.cat([torch.zeros_like(counts[:1]), counts.cumsum(0)]).int()
+    if spec.op == "native_verify":
+        kept = torch.randint(1, count + 1, (rows,), generator=g, device=device)
+        given |= {"slot_index": given["slot_index"].view(rows, count), "accepted": kept.to(index_dtype)}
+    if spec.is_native:
         return given
     cache.ring_x.copy_(normal(*cache.ring_x.shape))
     cache.ring_b.copy_(normal(*cache.ring_b.shape))
@@ -90,26 +100,31 @@ def random_call(
         cache.ring_b.div_(cache.ring_b.norm(dim=-1, keepdim=True))
         cache.ring_decay.neg_()
     cache.ring_start.random_(0, cache.capacity, generator=g)
-    cache.ring_len.fill_(spec.window // 2)
+    cache.ring_len.fill_(min(spec.window // 2, spec.window - count))
     cache.ring_len[slot[::2]] = spec.window
+    if spec.verifies:
+        given["num_tokens"] = count
     return given | cache.tensors() | {"window": spec.window}
 
 
 def call(given: dict[str, Any]) -> Tensor:
-    """The step of the family whose arguments these are, or its native step where no window is given."""
-    if "q" in given:
-        return ops.gdn_step(**given) if "window" in given else ops.gdn_native_step(**given)
-    return ops.mamba2_step(**given) if "window" in given else ops.mamba2_native_step(**given)
+    """The op of the family whose arguments these are, a native one where no window is given."""
+    name = "step" if "window" in given else "native_verify" if "accepted" in given else "native_step"
+    y: Tensor = getattr(ops, f"{'gdn' if 'q' in given else 'mamba2'}_{name}")(**given)
+    return y
 
 
 def commit(given: dict[str, Any], accepted: Tensor | None = None) -> None:
     """Move the cursors after a call; None accepts every token."""
+    count = given.get("num_tokens", 1)
     ops.commit(
-        torch.ones_like(given["slot_index"]) if accepted is None else accepted,
+        torch.full_like(given["slot_index"], count) if accepted is None else accepted,
         ring_start=given["ring_start"],
         ring_len=given["ring_len"],
         slot_index=given["slot_index"],
         window=given["window"],
+        num_tokens=count,
+        query_start=given.get("query_start"),
         capacity=given["ring_u" if "q" in given else "ring_x"].shape[2],
     )
 

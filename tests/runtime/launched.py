@@ -57,21 +57,33 @@ def as_on_a_gpu(folder: str, split: bool = False) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def largest_differences(spec_key: str, folder: str) -> dict[str, float]:
+def largest_differences(
+    spec_key: str, folder: str, packed: bool = False, split: bool = False
+) -> dict[str, float]:
     """Between an op's kernel and its reference, by what a call returns (``out``) and has written.
 
     Args:
         spec_key: Of fp32 or fp16, with its optional inputs.
         folder: For rendered modules.
+        packed: See :func:`.calls.random_call`.
+        split: See :func:`as_on_a_gpu`.
     """
     torch.set_num_threads(1)
     spec = Spec.parse(spec_key)
-    given = random_call(spec, 3, 2 * spec.heads_per_group, "cpu", slots=5)
+    given = random_call(
+        spec, 5, 2 * spec.heads_per_group, "cpu", slots=5 * spec.num_tokens + 2, packed=packed, seed=2
+    )
     given["slot_index"][1] = -1
+    if packed:
+        # A row of padding with tokens, one without a token, and tokens that nobody owns.
+        counts = given["query_start"].diff()
+        assert counts[1] > 0
+        assert counts.min() == 0
+        assert given["query_start"][-1] < len(given["v" if spec.family == "gdn" else "x"])
     expected = copied(given)
     expected["out"] = call(expected)
     given["out"] = torch.full_like(expected["out"], float("nan"))
-    with as_on_a_gpu(folder):
+    with as_on_a_gpu(folder, split):
         call(given)
     return {
         name: float((given[name].double() - value.double()).abs().max())

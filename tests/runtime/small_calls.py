@@ -1,4 +1,8 @@
-"""Calls of every step op, small enough to be made thousands of times: on a CPU, of fp32."""
+"""Calls of every op of layers, small enough to be made thousands of times: on a CPU, of fp32.
+
+Ops that verify have as many tokens as rows, so that per-token tensors of all ops have the same shapes:
+rows of two tokens, of none and of one.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,24 @@ import torch
 from replayssm_tune.runtime import contracts, ops
 from replayssm_tune.runtime.spec import Spec
 
-HEADS, GROUPS, ROWS, SLOTS, WINDOW = 4, 2, 3, 6, 4
+HEADS, GROUPS, ROWS, SLOTS, WINDOW, NUM_TOKENS = 4, 2, 3, 6, 4, 2
 
-
-STEPS = ("mamba2_step", "gdn_step")
+VERIFIES = {"mamba2_verify": "mamba2_step", "gdn_verify": "gdn_step"}
+"""Public functions of operators that do not bear their name."""
+ONE_TOKEN = ("mamba2_step", "gdn_step")
+STEPS = (*ONE_TOKEN, *VERIFIES)
+"""Those with a ring."""
 CONTRACTS = {
     contract.name: contract
     for contract in (
         contracts.MAMBA2_STEP,
         contracts.MAMBA2_NATIVE_STEP,
+        contracts.MAMBA2_VERIFY,
+        contracts.MAMBA2_NATIVE_VERIFY,
         contracts.GDN_STEP,
         contracts.GDN_NATIVE_STEP,
+        contracts.GDN_VERIFY,
+        contracts.GDN_NATIVE_VERIFY,
     )
 }
 
@@ -35,7 +46,15 @@ def spec_of(op: str, **changes: Any) -> Spec:
     fields |= {"window": WINDOW, "activation_dtype": "fp32", "ring_dtype": "fp32"} | changes
     if CONTRACTS[op].family == "gdn":
         fields |= {"has_d": False, "qk_l2norm": True}
-    return Spec(CONTRACTS[op].family, "step", **fields)
+    verifies = "verify" in op
+    fields |= {"num_tokens": NUM_TOKENS} if verifies else {}
+    return Spec(CONTRACTS[op].family, "verify" if verifies else "step", **fields)
+
+
+def packing(rows: int) -> torch.Tensor:
+    """Where rows of 2, 0, 1, 2, … tokens start: of 2, 3 or 5 rows as many tokens as rows."""
+    counts = torch.tensor([2, 0, 1] * rows)[:rows]
+    return torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
 
 
 def inputs_of(op: str, rows: int, heads: int, groups: int, p: int, n: int, draw: Any) -> dict[str, Any]:
@@ -58,12 +77,21 @@ def arguments(op: str = "mamba2_step", seed: int = 0, rows: int = ROWS, **change
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g)
 
-    cache = ops.make_cache(spec_of(op), SLOTS, HEADS, GROUPS, "cpu")
+    native_verify = op.endswith("native_verify")
+    slots = max(SLOTS, NUM_TOKENS * rows if native_verify else 0)
+    cache = ops.make_cache(spec_of(op), slots, HEADS, GROUPS, "cpu")
     cache.state.copy_(randn(*cache.state.shape))
     given: dict[str, Any] = inputs_of(op, rows, HEADS, GROUPS, 8, 16, randn) | {
         "state": cache.state,
-        "slot_index": torch.randperm(SLOTS, generator=g)[:rows].int(),
+        "slot_index": torch.randperm(slots, generator=g)[:rows].int(),
     }
+    if "verify" in op:
+        given["query_start"] = packing(rows)
+    if native_verify:
+        given["slot_index"] = torch.randperm(slots, generator=g)[: NUM_TOKENS * rows].view(rows, -1).int()
+        given["accepted"] = torch.tensor([2, 1] * rows)[:rows].int()
+    if op in VERIFIES:
+        given["num_tokens"] = NUM_TOKENS
     if op in STEPS:
         given |= cache.tensors() | {"window": WINDOW}
         cache.ring_len.copy_(torch.tensor([0, 4, 0, 4, 0, 4]))
@@ -71,7 +99,7 @@ def arguments(op: str = "mamba2_step", seed: int = 0, rows: int = ROWS, **change
 
 
 def call(op: str, given: dict[str, Any]) -> torch.Tensor:
-    y: torch.Tensor = getattr(ops, op)(**given)
+    y: torch.Tensor = getattr(ops, VERIFIES.get(op, op))(**given)
     return y
 
 

@@ -445,7 +445,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"ring_len": torch.full((6,), 5, dtype=I32)}, "ring_len 5, outside of .* 0 to 4"),
     "query_start ends late": (
         {"query_start": torch.tensor([0, 1, 2, 3], dtype=I32), "x": torch.zeros(2, 8)},
-        "query_start begins at 0 and ends at 3, of 2 tokens in x; query_start goes from 0 to at most 2",
+        "query_start begins at 0 and ends at 3, of 2 tokens; query_start goes from 0 to at most 2",
     ),
     "query_start begins late": (
         {"query_start": torch.tensor([1, 1, 2, 3], dtype=I32)},
@@ -453,7 +453,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "query_start falls": (
         {"query_start": torch.tensor([0, 1, 0, 1], dtype=I32)},
-        "row 1 is given -1 tokens, of 3 tokens in x",
+        "row 1 is given -1 tokens, of 3 tokens;",
     ),
     "too many tokens": (
         {"query_start": torch.tensor([0, 1, 3, 3], dtype=I32)},

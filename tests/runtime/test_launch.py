@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,23 @@ import pytest
 import torch
 
 from replayssm_tune.runtime import launch
-from replayssm_tune.runtime.abi import TensorArgument, launch_structure, tensor_arguments
+from replayssm_tune.runtime.abi import TensorArgument, launch_structure, parameters, tensor_arguments
+from replayssm_tune.runtime.checks import check_step
 from replayssm_tune.runtime.contracts import (
     GDN_MATERIALIZE,
     GDN_NATIVE_STEP,
+    GDN_NATIVE_VERIFY,
     GDN_STEP,
+    GDN_VERIFY,
     MAMBA2_MATERIALIZE,
     MAMBA2_NATIVE_STEP,
+    MAMBA2_NATIVE_VERIFY,
     MAMBA2_STEP,
+    MAMBA2_VERIFY,
 )
 from replayssm_tune.runtime.spec import Spec
 from tests.interpreter import run_interpreted
+from tests.runtime.calls import random_call
 
 FIELDS: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
 FIELDS |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
@@ -71,11 +78,13 @@ def test_folds_agree_with_the_reference(
         assert found["elsewhere"] == 0
 
 
-@pytest.mark.parametrize(
-    "contract",
-    [MAMBA2_STEP, MAMBA2_NATIVE_STEP, MAMBA2_MATERIALIZE, GDN_STEP, GDN_NATIVE_STEP, GDN_MATERIALIZE],
-    ids=lambda contract: contract.name,
-)
+CONTRACTS = [
+    MAMBA2_STEP, MAMBA2_NATIVE_STEP, MAMBA2_VERIFY, MAMBA2_NATIVE_VERIFY, MAMBA2_MATERIALIZE,
+    GDN_STEP, GDN_NATIVE_STEP, GDN_VERIFY, GDN_NATIVE_VERIFY, GDN_MATERIALIZE,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
     by_kernel = {argument.kernel: argument for argument in contract.arguments}
     assert len(by_kernel) == len(contract.arguments)
@@ -83,8 +92,11 @@ def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
     for has_d, has_z, has_dt_bias in itertools.product((False, True), repeat=3):
         if contract.family == "gdn" and (has_d or has_z):
             continue
-        step = Spec(contract.family, "step", 8, 16, 2, 4, has_d=has_d, has_z=has_z, has_dt_bias=has_dt_bias)
-        spec = {"native_step": step.native, "materialize": step.materialize}.get(contract.op, step)
+        inputs: dict[str, Any] = {"has_d": has_d, "has_z": has_z, "has_dt_bias": has_dt_bias}
+        step = Spec(contract.family, "step", 8, 16, 2, 4, **inputs)
+        verify = replace(step, op="verify", num_tokens=3)
+        specs = {spec.op: spec for spec in (step, verify, step.native, verify.native, step.materialize)}
+        spec = specs[contract.op]
         for argument in tensor_arguments(spec, launch_structure(spec)):
             met.add(argument.name)
             # One stride per leading dimension of those tensors whose strides a kernel is given.
@@ -119,3 +131,71 @@ def test_launches_are_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyP
         launcher.launch((None, None), -1)
         assert launcher.devices == [index]
     assert current == [0]
+
+
+class _Recorder:
+    """In the place of a compiled plan: what it is bound to, and launched on."""
+
+    def __init__(self) -> None:
+        self.bound: tuple[Any, ...] = ()
+        self.tensors: tuple[Any, ...] = ()
+
+    def bind(self, *arguments: Any) -> Any:
+        self.bound = arguments
+
+        def run(tensors: tuple[Any, ...], null_slot: int, stream: int) -> None:
+            self.tensors = tensors
+
+        return run
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+def test_a_warm_up_compiles_what_calls_of_drafts_will_ask_for(
+    family: str, native: bool, index_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without query_start, on every alignment; without a GPU: what would be compiled is recorded."""
+    asked: dict[tuple[Any, ...], _Recorder] = {}
+    plan = object()
+    monkeypatch.setattr(launch, "_compiled", lambda *key: asked.setdefault(key, _Recorder()))
+    monkeypatch.setattr(launch, "_compile_cursors", lambda index, dtype: None)
+    monkeypatch.setattr(launch, "plan_for", lambda spec, batch, index: plan)
+    monkeypatch.setattr(launch, "_raw_stream", int)
+    spec = replace(SPECS[family], op="verify", num_tokens=3, activation_dtype="fp16", ring_dtype="fp16")
+    spec = spec.native if native else spec
+    for aligned in (True, False):
+        assert launch.compile_ahead(spec, [8, 40], -1, index_dtype, aligned) == 1
+    warmed = {*asked}
+    assert len(warmed) == 4
+    for packed, aligned in itertools.product((False, True), repeat=2):
+        given = random_call(spec, 5, 4, "cpu", index_dtype=index_dtype, packed=packed)
+        value = given["v" if family == "gdn" else "x"]
+        if not aligned:
+            room = torch.zeros(value.numel() + 1, dtype=value.dtype)
+            given["v" if family == "gdn" else "x"] = room[1:].view(value.shape)
+        given["out"] = torch.empty_like(value)
+        for name in ("A_log", "A", "D", "dt_bias"):
+            if name in given:
+                given[name] = given[name].float()
+        contract = next(c for c in CONTRACTS if c.family == family and c.op == spec.op)
+        tensors = tuple(given.get(name) for name in contract.names)
+        scalars = (True,) if native else (spec.window, spec.num_tokens, True)
+        signature = check_step(contract, tensors, scalars)
+        assert signature.spec == spec
+        launch.prepare(signature, -1).launch(tensors, -1)
+        assert {*asked} == warmed
+        (record,) = (
+            record for (_, _, dtypes, how, _), record in asked.items()
+            if (None in dtypes, how) == (not packed, aligned)
+        )  # fmt: skip
+        rows, heads, strides, numbers = record.bound
+        assert (rows, heads) == (5, 4)
+        assert record.tensors[-1] is given["out"]
+        assert (None in record.tensors) == (not packed)
+        named = parameters(spec, launch_structure(spec))
+        assert len(record.tensors) + len(strides) + len(numbers) + 1 == len(named)
+        sizes = {"ring_capacity": spec.ring_capacity, "tokens": 15}
+        assert numbers == tuple(sizes[name] for name in named if name in sizes)
+        if native:
+            assert strides[named.index("slot_index_stride_row") - len(record.tensors)] == 3

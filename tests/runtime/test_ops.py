@@ -33,7 +33,7 @@ from tests.runtime.small_calls import (
 
 @pytest.fixture(params=CONTRACTS)
 def op(request: pytest.FixtureRequest) -> str:
-    """Every step, by the name of its public function."""
+    """Every op of layers that has an output, by the name of its operator."""
     return str(request.param)
 
 
@@ -52,10 +52,10 @@ def test_mutation_lists_are_exact() -> None:
         schema = getattr(getattr(torch.ops, ops.NAMESPACE), name).default._schema
         return {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
-    assert written("mamba2_step") == {"state", "ring_x", "ring_b", "ring_decay", "out"}
-    assert written("mamba2_native_step") == {"state", "out"}
-    assert written("gdn_step") == {"state", "ring_u", "ring_k", "ring_g", "out"}
-    assert written("gdn_native_step") == {"state", "out"}
+    for name in ("step", "verify"):
+        assert written(f"mamba2_{name}") == {"state", "ring_x", "ring_b", "ring_decay", "out"}
+        assert written(f"gdn_{name}") == {"state", "ring_u", "ring_k", "ring_g", "out"}
+        assert written(f"mamba2_native_{name}") == written(f"gdn_native_{name}") == {"state", "out"}
     for name in ("commit", "reset", "drained"):
         assert written(name) == {"ring_start", "ring_len"}
 
@@ -82,9 +82,10 @@ def test_opcheck_of_cursor_ops() -> None:
 def step_and_commit(op: str, given: dict[str, Any]) -> torch.Tensor:
     y = call(op, given) * 2
     if op in STEPS:
-        cursors = {name: given[name] for name in ("ring_start", "ring_len", "slot_index", "window")}
+        shared = ("ring_start", "ring_len", "slot_index", "window", "num_tokens", "query_start")
         capacity = given[named(op, "ring_x")].shape[2]
-        ops.commit(torch.ones_like(given["slot_index"]), capacity=capacity, **cursors)
+        options = {name: given[name] for name in shared if name in given}
+        ops.commit(torch.ones_like(given["slot_index"]), capacity=capacity, **options)
     return y
 
 
@@ -281,8 +282,12 @@ def test_a_missing_c_compiler_is_told_and_other_errors_pass() -> None:
 SIGNED = {
     "mamba2_step": "mamba2-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fdzbs",
     "mamba2_native_step": "mamba2-native_step-p8-n16-g2-w0-t1-xfp32-sfp32-rfp32-fdzbs",
+    "mamba2_verify": "mamba2-verify-p8-n16-g2-w4-t2-xfp32-sfp32-rfp32-fdzbs",
+    "mamba2_native_verify": "mamba2-native_verify-p8-n16-g2-w0-t2-xfp32-sfp32-rfp32-fdzbs",
     "gdn_step": "gdn-step-p8-n16-g2-w4-t1-xfp32-sfp32-rfp32-fbsl",
     "gdn_native_step": "gdn-native_step-p8-n16-g2-w0-t1-xfp32-sfp32-rfp32-fbsl",
+    "gdn_verify": "gdn-verify-p8-n16-g2-w4-t2-xfp32-sfp32-rfp32-fbsl",
+    "gdn_native_verify": "gdn-native_verify-p8-n16-g2-w0-t2-xfp32-sfp32-rfp32-fbsl",
 }
 
 
@@ -297,6 +302,9 @@ def test_signature_says_what_a_launcher_needs(op: str) -> None:
     assert signature is signature_of(given | arguments(op, seed=3))
     assert signature.spec.key == SIGNED[op]
     assert (signature.rows, signature.heads, signature.effective_batch) == (ROWS, HEADS, ROWS * HEADS)
+    assert signature.tokens == ROWS
+    if op in STEPS:
+        assert signature.capacity == signature.spec.ring_capacity == 4 + given.get("num_tokens", 1)
     structure = Structure("both" if op in STEPS else "native")
     for argument in tensor_arguments(signature.spec, structure):
         assert signature.dtypes[argument.name] == argument.dtype
@@ -316,7 +324,9 @@ def test_the_plain_guard_serves_tensors_passed_twice(op: str) -> None:
 def test_optional_inputs_are_told_apart(op: str) -> None:
     """A call without an input must not be taken for one like it that has one, nor the other way round."""
     given = arguments(op)
-    optional = [argument.name for argument in CONTRACTS[op].arguments if argument.optional]
+    arguments_of_op = (argument for argument in CONTRACTS[op].arguments if argument.optional)
+    # Whether rows own others than num_tokens each, the tokens say too.
+    optional = [argument.name for argument in arguments_of_op if argument.name != "query_start"]
     for name in optional:
         without = call(op, arguments(op) | {name: None})
         for other in optional:

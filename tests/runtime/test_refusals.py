@@ -16,6 +16,7 @@ from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
 from tests.runtime.small_calls import (
     CONTRACTS,
     HEADS,
+    ONE_TOKEN,
     ROWS,
     STEPS,
     arguments,
@@ -28,13 +29,19 @@ from tests.runtime.small_calls import (
 
 @pytest.fixture(params=CONTRACTS)
 def op(request: pytest.FixtureRequest) -> str:
-    """Every step, by the name of its public function."""
+    """Every op of layers that has an output, by the name of its operator."""
     return str(request.param)
 
 
 @pytest.fixture(params=STEPS)
 def step(request: pytest.FixtureRequest) -> str:
-    """Every step with a ring."""
+    """Every one of them with a ring."""
+    return str(request.param)
+
+
+@pytest.fixture(params=ONE_TOKEN)
+def one_token(request: pytest.FixtureRequest) -> str:
+    """Every step of one token a row."""
     return str(request.param)
 
 
@@ -46,7 +53,7 @@ def fp64(given: dict[str, Any], name: str) -> torch.Tensor:
 Bad = tuple[str, Any, type[ReplayError], str]
 BAD: dict[str, list[Bad]] = {
     "mamba2": [
-        ("x", lambda g: g["x"][0], ArgumentError, r"x has shape \(4, 8\).*rows, heads, head_dim"),
+        ("x", lambda g: g["x"][0], ArgumentError, r"x has shape \(4, 8\).*(rows|tokens), heads, head_dim"),
         ("x", lambda g: fp64(g, "x"), SpecError, "activation_dtype 'float64'"),
         ("dt", lambda g: g["dt"][:, :2], ArgumentError, r"dt has shape \(3, 2\); expected \(3, 4\)"),
         ("dt", lambda g: fp64(g, "dt"), ArgumentError, "dt is float64; expected fp32 or bf16 or fp16"),
@@ -65,12 +72,12 @@ BAD: dict[str, list[Bad]] = {
         ("z", lambda g: g["z"][:2], ArgumentError, "z has shape"),
     ],
     "gdn": [
-        ("v", lambda g: g["v"][0], ArgumentError, r"v has shape \(4, 8\).*rows, value_heads, value_dim"),
+        ("v", lambda g: g["v"][0], ArgumentError, r"v has shape \(4, 8\).*s, value_heads, value_dim"),
         ("v", lambda g: fp64(g, "v"), SpecError, "activation_dtype 'float64'"),
         ("q", lambda g: g["q"][:, :1], ArgumentError, r"q has shape \(3, 1, 16\); expected \(3, 2, 16\)"),
         ("q", lambda g: g["q"].mT.contiguous().mT, ArgumentError, "innermost dimension of q has stride 2"),
         ("q", lambda g: g["q"].bfloat16(), ArgumentError, "q is bf16; expected fp32"),
-        ("k", lambda g: g["k"][0], ArgumentError, r"k has shape \(2, 16\).*rows, key_heads, key_dim"),
+        ("k", lambda g: g["k"][0], ArgumentError, r"k has shape \(2, 16\).*s, key_heads, key_dim"),
         (
             "k",
             lambda g: torch.zeros(3, 3, 16),
@@ -107,7 +114,9 @@ BAD_ANYWHERE: list[Bad] = [
         "slot_index",
         lambda g: g["slot_index"][:2],
         ArgumentError,
-        r"slot_index has shape \(2,\); expected \(3,\)",
+        # What is measured against it, where it says how many rows there are.
+        r"slot_index has shape \(2,\); expected \(3,\)|"
+        r"(query_start has shape \(4,\); expected \(3,\)|accepted has shape \(3,\); expected \(2,\))",
     ),
     ("out", lambda g: torch.empty(3, 4, 9), ArgumentError, "out has shape"),
     (
@@ -119,7 +128,7 @@ BAD_ANYWHERE: list[Bad] = [
 ]
 BAD_RINGS: dict[str, list[Bad]] = {
     "mamba2": [
-        ("window", lambda g: 5, ArgumentError, r"room for 5 tokens .* window 5.* = 6"),
+        ("window", lambda g: 5, ArgumentError, r"room for (5|6) tokens .* window 5.* = (6|7)"),
         ("ring_x", lambda g: g["ring_x"].bfloat16(), SpecError, "ring_dtype 'bf16' must be"),
         ("ring_x", lambda g: g["ring_x"][..., 0], ArgumentError, "ring_x has shape"),
         ("ring_b", lambda g: g["ring_b"][:, :, :4], ArgumentError, r"ring_b has shape \(6, 2, 4, 16\)"),
@@ -127,7 +136,7 @@ BAD_RINGS: dict[str, list[Bad]] = {
         ("ring_decay", lambda g: g["ring_decay"].half(), ArgumentError, "ring_decay is fp16; expected fp32"),
     ],
     "gdn": [
-        ("window", lambda g: 5, ArgumentError, r"room for 5 tokens .* window 5.* = 6"),
+        ("window", lambda g: 5, ArgumentError, r"room for (5|6) tokens .* window 5.* = (6|7)"),
         ("ring_u", lambda g: g["ring_u"].bfloat16(), SpecError, "ring_dtype 'bf16' must be"),
         ("ring_u", lambda g: g["ring_u"][..., 0], ArgumentError, "ring_u has shape"),
         ("ring_k", lambda g: g["ring_k"][:, :, :4], ArgumentError, r"ring_k has shape \(6, 2, 4, 16\)"),
@@ -277,11 +286,13 @@ def test_large_head_dims_and_batches_are_refused(op: str) -> None:
     given, x = arguments(op), named(op, "x")
     wide = {x: torch.zeros(3, 4, 257), "state": torch.zeros(6, 4, 257, 16)}
     if op in STEPS:
-        wide[named(op, "ring_x")] = torch.zeros(6, 4, 5, 257)
+        wide[named(op, "ring_x")] = torch.zeros(6, 4, 6, 257)
     with pytest.raises(SpecError, match=r"head_dim 257 is outside 1\.\.256"):
         call(op, given | wide)
-    with pytest.raises(ArgumentError, match=f"{x} has 65536 rows, a launch takes at most 65535"):
-        call(op, given | {x: given[x][:1].expand(65536, -1, -1)})
+    rows = "slot_index" if "verify" in op else x
+    many = given[rows][:1].expand(65536, *[-1] * (given[rows].dim() - 1))
+    with pytest.raises(ArgumentError, match=f"{rows} has 65536 rows, a launch takes at most 65535"):
+        call(op, given | {rows: many})
 
 
 def test_bad_arguments_are_told_under_compile(op: str) -> None:
@@ -307,7 +318,7 @@ def test_what_is_no_tensor_is_named(op: str, value: Any, found: str) -> None:
     twice = given | {named(op, "c"): given[named(op, "b")]}  # its guard is a plain one
     call(op, twice)
     for name in names:
-        if value is None and name in ("D", "z", "dt_bias", "out"):
+        if value is None and CONTRACTS[op].arguments[CONTRACTS[op].position(name)].optional:
             continue
         # On the direct way with either guard, and on torch's.
         for around, mode in ((given, nullcontext()), (twice, nullcontext()), (given, FakeTensorMode())):
@@ -385,13 +396,13 @@ def small_call(step: str, rows: int) -> tuple[Any, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("slot", [4, 2**40])
-def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(step: str, slot: int) -> None:
-    cache, inputs = small_call(step, 2)
+def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(one_token: str, slot: int) -> None:
+    cache, inputs = small_call(one_token, 2)
     slots = torch.tensor([1, slot])
     cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
     before = copy.deepcopy(cache)
     out = torch.full((2, 1, 4), 7.0)
-    replay, native = getattr(ops, step), getattr(ops, step.replace("step", "native_step"))
+    replay, native = getattr(ops, one_token), getattr(ops, one_token.replace("step", "native_step"))
     calls = (
         lambda: replay(*inputs, **cache.tensors(), slot_index=slots, window=2, out=out),
         lambda: native(*inputs, state=cache.state, slot_index=slots, out=out),
@@ -410,9 +421,9 @@ def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(step: st
     ("start", "length"), [(-1, 0), (3, 0), (0, -1), (0, 3), (2**31 - 1, 2), (0, 2**31 - 1)]
 )
 def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(
-    step: str, start: int, length: int
+    one_token: str, start: int, length: int
 ) -> None:
-    cache, inputs = small_call(step, 3)
+    cache, inputs = small_call(one_token, 3)
     cache.ring_start[2], cache.ring_len[2] = start, length
     cache.ring_len[3] = 2  # flushes
     slots = torch.tensor([3, -1, 2])
@@ -420,7 +431,7 @@ def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(
     before = copy.deepcopy(cache)
     out = torch.full((3, 1, 4), 7.0)
     # Without a window, all that is known of a drained ring is its capacity.
-    replay = getattr(ops, step)
+    replay = getattr(ops, one_token)
     calls = [
         lambda: replay(*inputs, **cache.tensors(), slot_index=slots, window=2, out=out),
         lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
