@@ -51,8 +51,12 @@ _READS: Final = {"mamba2": (("", "c", "c"),), "gdn": (("", "c", "c"), ("_k", "ke
 """Vectors a family reads the state with: suffix of what comes of it, its name, its tensor."""
 
 
-_TEMPLATES: Final = {"native": "native_step.py.jinja", "materialize": "materialize.py.jinja"}
-"""Skeletons of roles that are no branch of a replay step."""
+_TEMPLATES: Final = {
+    "native_step": "native_step.py.jinja",
+    "native_verify": "native_verify.py.jinja",
+    "materialize": "materialize.py.jinja",
+}
+"""Skeletons of ops that are no replay step."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,7 +66,7 @@ def render(spec: Spec, structure: Structure) -> str:
     The same input gives the same bytes. The module defines ``step`` and, for precomputed
     coefficients, ``coefficients``; their parameters are those of :mod:`..runtime.abi`.
     """
-    template = _TEMPLATES.get(structure.role, "step.py.jinja")
+    template = _TEMPLATES.get(spec.op, "step.py.jinja")
     n_block = state_block(spec)
     source = (
         _environment()

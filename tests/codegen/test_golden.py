@@ -10,6 +10,7 @@ import difflib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ CASES = {
     "gdn_both_early_odd": (GDN_ODD, Structure("both", load="early")),
     "gdn_nonflush_rebuild_odd": (GDN_ODD, Structure("nonflush", route="rebuild")),
     "gdn_native": (GDN.native, Structure("native")),
+    "native_verify_odd": (replace(ODD.native, op="native_verify", num_tokens=4), Structure("native")),
+    "gdn_native_verify": (replace(GDN.native, op="native_verify", num_tokens=4), Structure("native")),
     "gdn_materialize": (GDN.materialize, Structure("materialize")),
     "materialize_odd": (ODD.materialize, Structure("materialize")),
 }
@@ -65,6 +68,7 @@ SPECS = (
     Spec("mamba2", "step", 64, 64, 3, 16),
     GDN,
     GDN_ODD,
+    *(replace(spec.native, op="native_verify", num_tokens=4) for spec in (SPEC, ODD, GDN, GDN_ODD)),
 )  # fmt: skip
 
 
