@@ -23,18 +23,11 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
+from .candidates import Candidates, compile_candidates, spec_jobs
 from .check import check
 from .generate import generate
 from .gpu_bench import GpuBench
-from .measured import (
-    Candidates,
-    CellResult,
-    MeasuredTune,
-    cache_folder,
-    compile_candidates,
-    spec_jobs,
-    workers,
-)
+from .measured import CellResult, MeasuredTune, cache_folder, workers
 from .progress import Report
 from .records import Environment
 from .report import Planned, Served, SpecPlan, Tuned

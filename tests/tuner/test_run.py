@@ -16,7 +16,7 @@ from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import load
-from replayssm_tune.tuner import choose, measured, models, run
+from replayssm_tune.tuner import candidates, choose, measured, models, run
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.gate import Verdict
 from replayssm_tune.tuner.progress import Event, silent
@@ -193,9 +193,9 @@ def test_a_short_budget_still_uses_what_the_search_found(fake: type[FakeBench], 
 
 def test_a_cut_leaves_every_spec_its_default_and_what_won_elsewhere() -> None:
     spec = job(Path()).work[0].spec
-    jobs = measured.spec_jobs(job(Path()).work)
+    jobs = candidates.spec_jobs(job(Path()).work)
     won = space.points(spec, "both").variants[-1]
-    ordered = measured.by_promise(jobs, {spec: (won,)})
+    ordered = candidates.by_promise(jobs, {spec: (won,)})
     assert sorted(ordered) == sorted(jobs)
     defaults = [(s, default_plan(s).variants[0]) for s in (spec, spec.native)]
     assert ordered[:3] == [*defaults, (spec, won)]
