@@ -96,6 +96,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         Store(job.store, gpu_bench.environment) as store,
     ):
         environment = gpu_bench.environment
+        resumed = bool(store.measurements()) or any(pool.triton_cache.glob("*"))
         tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
         found = tuning.prepare(pool)
         pool.close()
@@ -109,7 +110,8 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     minutes = (time.monotonic() - began) / 60
     notes = [job.target.note, *job.notes, *emission.notes]
     if results is not None:
-        path = _record("tune", job, environment, cells, {"tune_minutes": minutes}, results)
+        totals = {"tune_minutes": minutes, "resumed": resumed}
+        path = _record("tune", job, environment, cells, totals, results)
         notes.append(f"recorded in {path}")
     return Tuned(
         table=load(emission.table_path),

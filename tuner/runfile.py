@@ -79,7 +79,7 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
             "nonflush": cell.nonflush.time_us,
             "flush": cell.flush.time_us,
         },
-        "roof_us": {"read": cell.read_us, "scale": cell.scale_us},
+        "roof_us": {"read": cell.read_us, "scale": cell.scale_us, "mix": cell.mix_roof_us},
         "native_us": native.time_us,
         "native_name": native.winner.key if native.winner else "",
         "default_us": {

@@ -1,16 +1,22 @@
 """Buffers that kernels are timed on: complete, and with numbers as models have them."""
 
+import dataclasses
 import types
+from unittest import mock
 
 import pytest
 import torch
 
+from replayssm_tune.codegen.cache import rendered
 from replayssm_tune.runtime.abi import tensor_arguments
+from replayssm_tune.runtime.compiled import CompiledPlan
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.interpreted import small_variant
 from replayssm_tune.tuner.measure import LayerStack
 from replayssm_tune.tuner.mix import accepted_tokens, cycle
 from replayssm_tune.tuner.shapes import Shape
+from tests.interpreter import interpreted
 
 SPECS = (
     Spec("mamba2", "step", 8, 16, 2, 4, has_z=True),
@@ -130,3 +136,35 @@ def test_numbers_of_gdn_are_those_of_models(stack_of, spec):
     assert 0.9 <= float(ring_decay.min()) <= float(ring_decay.max()) < 1
     for name in ("b", "c", "ring_b"):
         assert float(tensors[name].float().norm(dim=-1).mean()) == pytest.approx(1, abs=0.1), name
+
+
+INTERPRETED = tuple(
+    dataclasses.replace(spec, activation_dtype="fp16", ring_dtype="fp16", state_dtype="fp32")
+    for spec in (SPECS[0], SPECS[1], SPECS[3].native, SPECS[4].native)
+)
+
+
+@pytest.mark.parametrize("spec", INTERPRETED, ids=lambda spec: spec.key)
+@interpreted
+def test_launches_do_what_their_mode_says(spec, tmp_path):
+    """Real kernels on the buffers that are timed, in Triton's interpreter."""
+    cuda = types.SimpleNamespace(
+        get_device_properties=lambda device: types.SimpleNamespace(L2_cache_size=4096),
+        current_stream=lambda: types.SimpleNamespace(cuda_stream=0),
+    )
+    variant = small_variant(spec, Structure("native" if spec.is_native else "both"))
+    source = rendered(tmp_path)
+
+    def compiler(spec, variants, dtypes):
+        return CompiledPlan(spec, variants, source, dtypes, aligned=True)
+
+    with mock.patch.multiple(torch.cuda, **vars(cuda)):
+        stack = LayerStack(spec, Shape(ROWS, HEADS), torch.device("cpu"))
+        for mode in ("native",) if spec.is_native else ("mix", "nonflush", "flush"):
+            stack.clear()
+            for call in stack.calls((variant,), mode, compiler):
+                call()
+            stack.prove(mode)
+            for tensors in arguments_of(stack, mode):
+                assert torch.isfinite(tensors["out"]).all()
+                assert torch.isfinite(tensors["state"]).all()

@@ -106,8 +106,11 @@ def job(folder: Path, batches: tuple[int, ...] = (1, 64), budget: Budget | None 
     return Job(target, work, budget or Budget(), folder / "store", folder / "generated")
 
 
-def test_a_tune_writes_table_kernels_and_run_file_and_resumes(fake: type[FakeBench], tmp_path: Path) -> None:
+def test_a_tune_writes_table_kernels_and_run_file_and_resumes(
+    fake: type[FakeBench], tmp_path: Path, compiled: Path
+) -> None:
     events: list[Event] = []
+    warm = any(compiled.glob("*/*"))
     tuned = run.tune(job(tmp_path), events.append, tmp_path / "results")
     assert not tuned.missing
     table = load(tmp_path / "generated" / "tables" / "h200.json")
@@ -132,12 +135,15 @@ def test_a_tune_writes_table_kernels_and_run_file_and_resumes(fake: type[FakeBen
     assert len(cell["samples_us"]["mix"]) > 2
     assert data["environment"]["gpu"] == "NVIDIA H200"
     assert data["totals"]["tune_minutes"] > 0
+    assert data["totals"]["resumed"] == warm
 
     asked = len(fake.asked)
     assert asked > 50
-    again = run.tune(job(tmp_path), silent)
+    again = run.tune(job(tmp_path), silent, tmp_path / "again")
     assert fake.asked == [], "everything was remembered"
     assert again.table.rows == tuned.table.rows
+    (path,) = (tmp_path / "again").glob("*.json")
+    assert json.loads(path.read_text())["totals"]["resumed"]
 
 
 def test_an_interrupted_tune_loses_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
