@@ -9,7 +9,17 @@ import importlib.resources
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.abi import CONSTEXPRS, next_power_of_two, parameters, ring_block, state_block
+from ..runtime.abi import (
+    COEFFICIENT_HEADS,
+    CONSTEXPRS,
+    next_power_of_two,
+    parameters,
+    ring_block,
+    scratch,
+    state_block,
+    token_block,
+    token_rows,
+)
 from ..runtime.modules import CONVOLUTION, CURSORS
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
@@ -52,11 +62,12 @@ _READS: Final = {"mamba2": (("", "c", "c"),), "gdn": (("", "c", "c"), ("_k", "ke
 
 
 _TEMPLATES: Final = {
+    "verify": "verify.py.jinja",
     "native_step": "native_step.py.jinja",
     "native_verify": "native_verify.py.jinja",
     "materialize": "materialize.py.jinja",
 }
-"""Skeletons of ops that are no replay step."""
+"""Skeletons of the ops that are not served by the step's."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,6 +79,7 @@ def render(spec: Spec, structure: Structure) -> str:
     """
     template = _TEMPLATES.get(spec.op, "step.py.jinja")
     n_block = state_block(spec)
+    layout = scratch(spec, structure)
     source = (
         _environment()
         .get_template(template)
@@ -82,6 +94,11 @@ def render(spec: Spec, structure: Structure) -> str:
             group_block=next_power_of_two(spec.heads_per_group),
             split_terms=split_terms(spec),
             reads=_READS[spec.family],
+            token_rows=token_rows(spec),
+            token_block=token_block(spec, structure),
+            scratch=layout,
+            offsets=layout.offsets,
+            coefficient_heads=COEFFICIENT_HEADS,
         )
     )
     return _tidy(source)

@@ -102,7 +102,7 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
         arguments.append(TensorArgument("dt_bias", "fp32"))
     arguments.append(TensorArgument("out", activation, (outer, "head"), True))
     if structure.coefficients == "precomputed":
-        arguments.append(TensorArgument("scratch", "fp32", ("row",)))
+        arguments.append(TensorArgument("scratch", "fp32", ("row",), spec.verifies))
     return tuple(arguments)
 
 
@@ -117,8 +117,10 @@ def launch_structure(spec: Spec) -> Structure:
 
 @functools.cache
 def scalar_arguments(spec: Spec, structure: Structure) -> tuple[str, ...]:
-    """Names of the scalar arguments (int32), in order."""
-    return ("null_slot",) if structure.role == "native" else ("ring_capacity", "null_slot")
+    """Names of the scalar arguments (int32), in order; ``tokens`` is the length of packed tensors."""
+    ring = () if structure.role == "native" else ("ring_capacity",)
+    packed = ("tokens",) if spec.verifies else ()
+    return (*ring, *packed, "null_slot")
 
 
 @functools.cache
@@ -138,8 +140,9 @@ def next_power_of_two(value: int) -> int:
 
 
 def state_block(spec: Spec) -> int:
-    """Columns of the whole state, rounded up to a power of two."""
-    return next_power_of_two(spec.state_size)
+    """Columns of the whole state, rounded up to a power of two; at least a dot's 16 where tokens are verified."""
+    block = next_power_of_two(spec.state_size)
+    return max(16, block) if spec.op == "verify" else block
 
 
 def ring_block(spec: Spec) -> int:
@@ -147,10 +150,81 @@ def ring_block(spec: Spec) -> int:
     return max(16, next_power_of_two(max(1, spec.window)))
 
 
-def scratch_size(spec: Spec) -> int:
-    """fp32 values per (row, head) of the precomputed coefficients.
+def token_rows(spec: Spec) -> int:
+    """New tokens of a row as rows of a dot's operand: a power of two, at least 16."""
+    return max(16, next_power_of_two(spec.num_tokens))
 
-    In order: the ring's weights, the decay of the old state, the weight of the new token and
-    its decay.
+
+def token_block(spec: Spec, structure: Structure) -> int:
+    """New tokens of a row as columns of a dot: at least 8, or 16 where the product is an operand again."""
+    return token_rows(spec) if structure.solve == "inverse" else max(8, next_power_of_two(spec.num_tokens))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """fp32 values that a kernel of coefficients leaves for the main one, of a row: group after group.
+
+    Of a group first what its heads share, then head after head; everything in the order of the fields, each
+    part a multiple of four values.
     """
-    return ring_block(spec) + 3
+
+    shared: tuple[tuple[str, int], ...]
+    """Names and sizes of the parts of a group."""
+    per_head: tuple[tuple[str, int], ...]
+    """Of a head."""
+
+    @property
+    def group_size(self) -> int:
+        """Values that the heads of a group share."""
+        return sum(size for _, size in self.shared)
+
+    @property
+    def head_size(self) -> int:
+        """Values of a head."""
+        return sum(size for _, size in self.per_head)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each part begins, from the begin of its group or head."""
+        return {
+            name: sum(size for _, size in parts[:index])
+            for parts in (self.shared, self.per_head)
+            for index, (name, _) in enumerate(parts)
+        }
+
+    def row_size(self, heads: int, heads_per_group: int) -> int:
+        """Values of a row with ``heads`` heads."""
+        return heads * self.head_size + heads // heads_per_group * self.group_size
+
+
+@functools.cache
+def scratch(spec: Spec, structure: Structure) -> Scratch:
+    """Precomputed coefficients of ``structure``.
+
+    Of a step per head: the ring's weights, the decay of the old state, the weight of the new token and its
+    decay. Where tokens are verified, see the family's template: scores of the ring's tokens with the new
+    ones are shared, and a head has matrices and columns of the new tokens, its ring weights and decay.
+    """
+    if not spec.verifies:
+        return Scratch((), (("weight", ring_block(spec)), ("decay", 1), ("new", 1), ("token_decay", 1)))
+    columns, rows, ring = token_block(spec, structure), token_rows(spec), ring_block(spec)
+    reads, matrices, vectors = (1, 1, 1) if spec.family == "mamba2" else (2, 2, 3)
+    return Scratch(
+        tuple((f"score{i}", ring * columns) for i in range(reads)),
+        (
+            *((f"matrix{i}", rows * columns) for i in range(matrices)),
+            ("weight", ring),
+            *((f"column{i}", columns) for i in range(vectors)),
+            ("decay", 4),
+        ),
+    )
+
+
+COEFFICIENT_HEADS = 16
+"""Heads of a group whose coefficients one program works out, of tokens to verify."""
+
+
+def coefficient_programs(spec: Spec, heads: int) -> int:
+    """Programs of a row that work out coefficients: a group each, or some heads of one."""
+    parts = -(-spec.heads_per_group // COEFFICIENT_HEADS) if spec.verifies else 1
+    return heads // spec.heads_per_group * parts

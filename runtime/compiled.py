@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from .abi import scratch_size, tensor_arguments
+from .abi import coefficient_programs, scratch, tensor_arguments
 from .build import ALIGNMENT_BYTES, compile_kernel, constants
 from .errors import ToolchainError
 from .modules import load_module
@@ -103,11 +103,15 @@ class CompiledPlan:
             A function of the tensors (in argument order, without the scratch), the null slot (-1 for
             none) and the raw CUDA stream.
         """
-        spec, size = self.spec, heads * scratch_size(self.spec)
+        spec = self.spec
+        size = max(
+            scratch(spec, variant.structure).row_size(heads, spec.heads_per_group)
+            for _, variant, _, _ in self._launches
+        )
         bound = []
         for launcher, variant, tiled, values in self._launches:
             precomputed = variant.structure.coefficients == "precomputed"
-            blocks = heads // spec.heads_per_group
+            blocks = coefficient_programs(spec, heads)
             if tiled:
                 blocks = variant.programs_per_row(spec.head_dim, heads)
             fixed = (*strides, size, *scalars) if precomputed else (*strides, *scalars)
@@ -122,11 +126,11 @@ class CompiledPlan:
             return launch_one
 
         def launch_all(tensors: Sequence[Tensor], null_slot: int, stream: int) -> None:
-            scratch: tuple[Tensor, ...] = ()
+            between: tuple[Tensor, ...] = ()
             if self._needs_scratch:
-                scratch = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)
+                between = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)
             for launcher, blocks, precomputed, fixed, values in bound:
-                extra = scratch if precomputed else ()
+                extra = between if precomputed else ()
                 launcher(blocks, rows, stream, *tensors, *extra, *fixed, null_slot, *values)
 
         return launch_all
