@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..runtime.abi import tensor_arguments
+from ..runtime.abi import scalar_arguments, tensor_arguments
 from ..runtime.compiled import CompiledPlan, tensor_strides
 from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ..runtime.plan import Structure, Variant
@@ -174,7 +174,8 @@ class LayerStack:
         dtypes = tuple(DTYPE_NAMES[t.dtype] for t in layers[0])
         compiled = compile_variants(self.spec, variants, dtypes)
         strides = tensor_strides(self.spec, structure, layers[0])
-        scalars = () if self.native else (self.spec.ring_capacity,)
+        named = {"ring_capacity": self.spec.ring_capacity, "tokens": self.shape.rows * self.spec.num_tokens}
+        scalars = tuple(named[name] for name in scalar_arguments(self.spec, structure)[:-1])
         launch = compiled.bind(self.shape.rows, self.shape.heads, strides, scalars)
         raw_stream = torch.cuda.current_stream
 
