@@ -10,6 +10,7 @@ import torch
 from replayssm_tune.codegen.cache import rendered
 from replayssm_tune.runtime.abi import tensor_arguments
 from replayssm_tune.runtime.compiled import CompiledPlan
+from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.interpreted import small_variant
@@ -140,7 +141,7 @@ def test_numbers_of_gdn_are_those_of_models(stack_of, spec):
 
 INTERPRETED = tuple(
     dataclasses.replace(spec, activation_dtype="fp16", ring_dtype="fp16", state_dtype="fp32")
-    for spec in (SPECS[0], SPECS[1], SPECS[3].native, SPECS[4].native)
+    for spec in (SPECS[0], SPECS[1], SPECS[3], SPECS[4], SPECS[3].native, SPECS[4].native)
 )
 
 
@@ -152,7 +153,9 @@ def test_launches_do_what_their_mode_says(spec, tmp_path):
         get_device_properties=lambda device: types.SimpleNamespace(L2_cache_size=4096),
         current_stream=lambda: types.SimpleNamespace(cuda_stream=0),
     )
-    variant = small_variant(spec, Structure("native" if spec.is_native else "both"))
+    role = default_plan(spec).variants[0].structure
+    structure = Structure("native") if spec.is_native else dataclasses.replace(role, role="both")
+    variant = small_variant(spec, structure)
     source = rendered(tmp_path)
 
     def compiler(spec, variants, dtypes):
