@@ -1,6 +1,6 @@
 """What bounds a step: the served kernels with one stage left out at a time.
 
-    python benchmarks/stages.py [--output FILE]
+    python benchmarks/stages.py [--drafts N,...] [--output FILE]
 
 For a few cells, on a CUDA device: the plan that dispatch serves is timed as the tuner times it, beside
 copies of its modules in which a stage does nothing. Left-out loads and stores stay in the code under a
@@ -35,6 +35,7 @@ from replayssm_tune.runtime.modules import module_path
 from replayssm_tune.runtime.plan import Plan, Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import gpu_slug
+from replayssm_tune.tuner.mix import ring_length
 
 NEVER = ast.parse("ring_capacity < 0", mode="eval").body
 """A mask that is false for every call, which the compiler does not know."""
@@ -59,6 +60,8 @@ _RING = ("ring_x", "ring_b", "fold_b", "ring_delta", "later_delta", "ring_gate",
 _OUTPUT = ("out_head_ptr", "out_ptrs")
 _APPENDS = ("ring_x_head_ptr", "ring_x_heads_ptr", "ring_x_ptrs", "ring_b_group_ptr", "new_decay_ptr")
 _SCORE = "(j + 1).to(tl.float32)"
+_SCORES = "(j[:, None] + i[None, :] + 1).to(tl.float32)"
+_PAIR_SCORES = "(m[:, None] + i[None, :] + 1).to(tl.float32)"
 STAGES = {
     "output": Stage(stores=_OUTPUT),
     "appends": Stage(stores=_APPENDS),
@@ -73,11 +76,24 @@ STAGES = {
     ),
     "ring scores": Stage(values=(("score", _SCORE), ("score_k", _SCORE))),
 }
-"""Stages by the name under which documents show them."""
+"""Stages of a step of one token by the name under which documents show them."""
+
+VERIFY_STAGES = STAGES | {
+    "ring scores": Stage(values=(("score", _SCORES), ("score_k", _SCORES))),
+    "scores of new tokens": Stage(values=(("pair_score", _PAIR_SCORES), ("pair_score_k", _PAIR_SCORES))),
+}
+"""Stages where drafts are verified."""
+
+
+def stages_of(spec: Spec) -> dict[str, Stage]:
+    """The stages that kernels of ``spec`` have, by name."""
+    return VERIFY_STAGES if spec.verifies else STAGES
+
 
 CELLS = ((16, "nonflush"), (192, "nonflush"), (32768, "nonflush"), (32768, "flush"))
 """Effective batches and modes to look into."""
-SPECS = tuple(Spec("mamba2", "step", 64, 128, 16, 16, state_dtype=dtype) for dtype in ("fp32", "bf16"))
+MODEL = "nemotron-3-super-120b-a12b"
+STATE_DTYPES = ("fp32", "bf16")
 ROUNDS = 6
 
 
@@ -146,8 +162,8 @@ class Copy:
         """File of a module of the copy."""
         source = module_path(spec, structure).read_text(encoding="utf-8")
         if self.stage:
-            live = spec.window if self.mode == "flush" else spec.window // 2
-            source = without(source, STAGES[self.stage], live, spec.window)
+            live = ring_length(spec, self.mode)
+            source = without(source, stages_of(spec)[self.stage], live, spec.window)
         path = self.folder / f"m{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
         write(path, source)
         return path
@@ -197,12 +213,18 @@ def measure_cell(copies: Sequence[Copy], rounds: int) -> dict[str, Any]:
     }
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """The run file's content."""
+def measure(rounds: int, drafts: Sequence[int] = (0,)) -> dict[str, Any]:
+    """The run file's content.
+
+    Args:
+        rounds: Of all copies of a cell.
+        drafts: Draft tokens a step, every number with cells of its own.
+    """
     import torch
 
     from replayssm_tune.codegen import targets
     from replayssm_tune.runtime.lookup import Lookup, shipped_tables
+    from replayssm_tune.tuner import models
     from replayssm_tune.tuner.gpu_worker import GpuWorker
     from replayssm_tune.tuner.runfile import today
 
@@ -214,12 +236,14 @@ def measure(rounds: int) -> dict[str, Any]:
         gpu = targets.match_device(here.capability, here.sm_count, here.gpu)
         if gpu is None:
             raise SystemExit(f"{here.gpu} is not a known GPU")
+        model = models.find(MODEL)
+        specs = [spec for n in drafts for spec, _ in models.specs(model, (1,), STATE_DTYPES, 16, n)]
         cells = [
             [
                 Copy(spec, batch, mode, lookup.find(spec, batch, gpu.info).plan, stage, Path(folder))
-                for stage in ("", *STAGES)
+                for stage in ("", *stages_of(spec))
             ]
-            for spec in SPECS
+            for spec in specs
             for batch, mode in CELLS
         ]
         spawn = multiprocessing.get_context("spawn")
@@ -240,9 +264,10 @@ def measure(rounds: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of all copies (default {ROUNDS})")
+    parser.add_argument("--drafts", default="0", help="draft tokens a step, a list (default 0)")
     parser.add_argument("--output", type=Path, help="run file instead of the one in benchmarks/results")
     chosen = parser.parse_args(arguments)
-    run = measure(chosen.rounds)
+    run = measure(chosen.rounds, [int(number) for number in chosen.drafts.split(",")])
     path = chosen.output or RESULTS / f"{run['date']}-{gpu_slug(run['gpu'])}-stages.json"
     write(path, json.dumps(run, indent=1) + "\n")
     for cell in run["stages"]:

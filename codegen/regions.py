@@ -39,7 +39,7 @@ class Region:
     warps_stages: tuple[tuple[int, int], ...] = ((1, 1),)
     max_registers: tuple[int, ...] = (0,)
     evict_first: tuple[bool, ...] = (False,)
-    ops: tuple[str, ...] = ("step", "native_step", "materialize")
+    ops: tuple[str, ...] = ("step", "native_step", "native_verify", "materialize")
 
     def variants(self, spec: Spec, role: str) -> list[Variant]:
         """Its points for one role, legal or not."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .gate import Gate, Verdict
     from .measure import Graph, LayerStack
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the measurement protocol: raised whenever times before and after do not compare."""
 
 _GRAPHS = 96
@@ -118,14 +118,11 @@ class GpuWorker:
 
     def time(self, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
         """Time one step of ``variants`` in ``mode``; see :meth:`.records.Bench.time`."""
-        from .measure import Graph
-
         key = (cell, variants, mode)
         stack = self._stack_of(cell)
         graph = self._graphs.get(key)
         if graph is None:
-            calls = stack.calls(variants, mode, self._compile)
-            graph = self._remember(key, Graph(calls))
+            graph = self._remember(key, stack.graph(variants, mode, self._compile))
         self._graphs.move_to_end(key)
         return Timing(self._samples(graph, repeats))
 

@@ -15,15 +15,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..runtime.abi import tensor_arguments
-from ..runtime.compiled import (
-    CompiledPlan,
-    tensor_strides,
-)
+from ..runtime.abi import scalar_arguments, tensor_arguments
+from ..runtime.compiled import CompiledPlan, tensor_strides
 from ..runtime.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ..runtime.plan import Structure, Variant
 from ..runtime.spec import Spec
 from . import roofs
+from .mix import accepted_tokens, cycle, ring_length
 from .shapes import Shape
 
 L2_MULTIPLE = 5
@@ -39,7 +37,7 @@ class LayerStack:
     """Buffers of several layers of one spec at one effective batch, and the timing of plans on them.
 
     Args:
-        spec: A ``step`` or ``native_step`` spec.
+        spec: A spec of any op that is tuned. Rows have all their ``num_tokens`` tokens.
         shape: Rows and heads.
         device: CUDA device.
         seed: Of the random inputs.
@@ -53,7 +51,10 @@ class LayerStack:
         self._generator = torch.Generator(device).manual_seed(seed)
         rows, heads, layers = shape.rows, shape.heads, self.layers
         groups = heads // spec.heads_per_group
-        slots = rows + 1
+        tokens = rows * spec.num_tokens
+        # Verification without a ring keeps a state for every token of a row.
+        served = tokens if spec.is_native else rows
+        slots = served + 1
         capacity = spec.ring_capacity
         activation, ring = TORCH_DTYPES[spec.activation_dtype], TORCH_DTYPES[spec.ring_dtype]
         p, n = spec.head_dim, spec.state_size
@@ -64,20 +65,29 @@ class LayerStack:
         self.native = spec.is_native
         tensors = {
             "state": self._normal(layers, slots, heads, p, n, dtype=TORCH_DTYPES[spec.state_dtype]),
-            "x": self._normal(layers, rows, heads, p, dtype=activation),
-            "dt": self._normal(layers, rows, heads, dtype=activation),
+            "x": self._normal(layers, tokens, heads, p, dtype=activation),
+            "dt": self._normal(layers, tokens, heads, dtype=activation),
             # Of GDN A_log; a token decays by about 0.9 to 0.999, as in trained models.
             "a": (2.0 * rate + 0.05).log() if gdn else -15.0 * rate - 1.0,
-            "b": self._normal(layers, rows, groups, n, dtype=activation).mul_(key_scale),
-            "c": self._normal(layers, rows, groups, n, dtype=activation).mul_(key_scale),
-            "beta": self._normal(layers, rows if gdn else 0, heads, dtype=activation),
+            "b": self._normal(layers, tokens, groups, n, dtype=activation).mul_(key_scale),
+            "c": self._normal(layers, tokens, groups, n, dtype=activation).mul_(key_scale),
+            "beta": self._normal(layers, tokens if gdn else 0, heads, dtype=activation),
             "d": self._normal(layers, heads, dtype=torch.float32),
-            "z": self._normal(layers, rows if spec.has_z else 0, heads, p, dtype=activation),
+            "z": self._normal(layers, tokens if spec.has_z else 0, heads, p, dtype=activation),
             "dt_bias": self._uniform(layers, heads) - 4.0,
-            "out": torch.empty((layers, rows, heads, p), dtype=activation, device=device),
+            "out": torch.empty((layers, tokens, heads, p), dtype=activation, device=device),
         }
-        order = torch.randperm(rows, generator=self._generator, device=device) + 1
-        tensors["slot_index"] = order.to(torch.int32).expand(layers, rows)
+        order = torch.randperm(served, generator=self._generator, device=device) + 1
+        slot_index = order.view(rows, -1) if spec.op == "native_verify" else order
+        # Of a step, not of a layer: all layers have the same.
+        of_step = {
+            "slot_index": slot_index,
+            "accepted": torch.full((rows,), accepted_tokens(spec), device=device),
+            "query_start": torch.arange(rows + 1, device=device) * spec.num_tokens,
+        }
+        tensors |= {
+            name: value.to(torch.int32).expand(layers, *value.shape) for name, value in of_step.items()
+        }
         if not self.native:
             start = torch.randint(0, capacity, (slots,), device=device, generator=self._generator)
             decay = self._uniform(layers, slots, heads, capacity) * 0.1 + 0.001
@@ -101,25 +111,45 @@ class LayerStack:
     def _ring_lengths(self, mode: str) -> torch.Tensor:
         """(layers, slots) ring lengths that make ``mode`` happen.
 
-        The mix spreads the phases of the flush cycle evenly over the rows and shifts them by one
-        per layer, so that few rows see a whole cycle over the layers.
+        In the mix the lengths of the flush cycle follow each other over the rows of one layer after the
+        other: each occurs as often as any other, to within one, also where there are few rows.
         """
-        window, rows, layers = self.spec.window, self.shape.rows, self.layers
-        lengths = torch.full((layers, rows + 1), window // 2, dtype=torch.int32, device=self.device)
-        if mode == "flush":
-            lengths.fill_(window)
-        elif mode == "mix":
-            # One accepted token a step: after a flush the ring holds 1 token, at `window` it flushes.
-            phase = (
-                torch.arange(rows, device=self.device) * max(1, window // rows)
-                + (torch.arange(layers, device=self.device)[:, None])
-            )
-            lengths[:, self._tensors["slot_index"][0].long()] = (1 + phase % window).to(torch.int32)
+        spec, rows, layers = self.spec, self.shape.rows, self.layers
+        size = (layers, rows + 1)
+        lengths = torch.full(size, ring_length(spec, mode), dtype=torch.int32, device=self.device)
+        if mode == "mix":
+            turn = torch.arange(layers * rows, dtype=torch.int32, device=self.device).view(layers, rows)
+            lengths[:, self._slots] = cycle(spec) - turn % cycle(spec)
         return lengths
 
+    @property
+    def _slots(self) -> torch.Tensor:
+        """(rows,) or (rows, num_tokens) int64: where rows' states lie, the same in every layer."""
+        return self._tensors["slot_index"][0].long()
+
+    def clear(self) -> None:
+        """Set the first row of every state to zero, which no state that is written anew leaves there."""
+        self._tensors["state"][:, :, :, 0] = 0
+
+    def prove(self, mode: str) -> None:
+        """Look at whose states have been written since :meth:`clear`.
+
+        Raises:
+            RuntimeError: They are not those of the rows that write theirs in ``mode``.
+        """
+        wrote = (self._tensors["state"][:, :, :, 0] != 0).any(-1).any(-1)[:, self._slots]
+        should = torch.ones_like(wrote)
+        if not self.native:
+            should = self._lengths[mode][:, self._slots] + self.spec.num_tokens > self.spec.window
+        if not torch.equal(wrote, should):
+            raise RuntimeError(
+                f"in mode {mode} {int(wrote.sum())} of {wrote.numel()} states were written, "
+                f"not the {int(should.sum())} of the rows that should write theirs"
+            )
+
     def states(self) -> list[torch.Tensor]:
-        """The layers' state of the served rows, contiguous: the bytes the roofs move."""
-        return [layer[1:] for layer in self._tensors["state"].unbind(0)]
+        """A state of every row and layer, contiguous: the bytes the roofs move."""
+        return [layer[1 : 1 + self.shape.rows] for layer in self._tensors["state"].unbind(0)]
 
     def _layer_arguments(self, structure: Structure, mode: str) -> list[tuple[torch.Tensor, ...]]:
         """Tensors of every layer in argument order, without a scratch."""
@@ -144,7 +174,8 @@ class LayerStack:
         dtypes = tuple(DTYPE_NAMES[t.dtype] for t in layers[0])
         compiled = compile_variants(self.spec, variants, dtypes)
         strides = tensor_strides(self.spec, structure, layers[0])
-        scalars = () if self.native else (self.spec.ring_capacity,)
+        named = {"ring_capacity": self.spec.ring_capacity, "tokens": self.shape.rows * self.spec.num_tokens}
+        scalars = tuple(named[name] for name in scalar_arguments(self.spec, structure)[:-1])
         launch = compiled.bind(self.shape.rows, self.shape.heads, strides, scalars)
         raw_stream = torch.cuda.current_stream
 
@@ -153,6 +184,18 @@ class LayerStack:
 
         launches = [functools.partial(call, tensors) for tensors in layers]
         return [launches[i % len(launches)] for i in range(max(len(launches), GRAPH_LAUNCHES))]
+
+    def graph(self, variants: tuple[Variant, ...], mode: str, compile_variants: Compiler) -> Graph:
+        """:meth:`calls`, captured, once it is proven that they do what ``mode`` says.
+
+        Raises:
+            CompileError: A kernel does not compile.
+            RuntimeError: Other rows wrote their states than should.
+        """
+        self.clear()
+        graph = Graph(self.calls(variants, mode, compile_variants))
+        self.prove(mode)
+        return graph
 
     def roof_us(self, kind: str, repeats: int) -> list[float]:
         """Samples of the roof kernel (``read`` or ``scale``) per layer: of the best of a few tiles, in us."""
@@ -168,6 +211,7 @@ class Graph:
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self._count = len(calls)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for call in calls[:2]:
                 call()

@@ -10,30 +10,29 @@ import dataclasses
 import functools
 import math
 import os
-import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen import space
-from ..codegen.compile import Compiled, Drop, select
+from ..codegen.compile import Drop, select
 from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
-from ..codegen.targets import Gpu
 from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row
+from .candidates import Candidates, by_promise, compile_candidates, spec_jobs
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
 from .meter import Budget, Meter
+from .mix import flush_share
 from .progress import Event, Report
 from .records import ROLE_MODES, Cell, Measurement, Timing
 from .records import Event as Measured
-from .report import SpecPlan, dropped_by_reason
 from .request import Job, Work
 from .search import Ranked, Ranking, Settings, compose, interleave, search
 from .search import Space as SearchSpace
@@ -76,102 +75,17 @@ class CellResult:
 
     @property
     def mix_roof_us(self) -> float:
-        """Roof of the staggered mix: one row in ``window`` writes what it reads."""
-        return self.read_us + (self.scale_us - self.read_us) / self.spec.window
+        """Roof of the staggered mix: rows that flush write what they read."""
+        return self._roof_us(flush_share(self.spec))
 
+    @property
+    def native_roof_us(self) -> float:
+        """Roof of the native baseline: every token of a row writes a state."""
+        return self._roof_us(self.spec.num_tokens)
 
-@dataclass
-class Candidates:
-    """The points of one spec: those worth timing by role, and why the others are not."""
-
-    spec: Spec
-    points: int = 0
-    by_role: dict[str, list[Variant]] = field(default_factory=dict)
-    compiled: dict[Variant, Compiled] = field(default_factory=dict)
-    dropped: list[Drop] = field(default_factory=list)
-    gate_failures: list[str] = field(default_factory=list)
-
-    def plan(self, effective_batches: Sequence[int]) -> SpecPlan:
-        """What the report says of this spec."""
-        return SpecPlan(
-            spec=self.spec,
-            effective_batches=tuple(effective_batches),
-            points=self.points,
-            kept=sum(map(len, self.by_role.values())),
-            dropped=tuple(dropped_by_reason(self.dropped)),
-        )
-
-
-def spec_jobs(work: Iterable[Work]) -> list[tuple[Spec, Variant]]:
-    """Every point to compile for ``work`` and its native baselines, spec by spec."""
-    specs = dict.fromkeys(s for w in work for s in (w.spec, w.spec.native))
-    return [
-        (spec, variant)
-        for spec in specs
-        for role in space.roles(spec)
-        for variant in space.points(spec, role).variants
-    ]
-
-
-def by_promise(
-    jobs: Sequence[tuple[Spec, Variant]], known: Mapping[Spec, Sequence[Variant]]
-) -> list[tuple[Spec, Variant]]:
-    """The same jobs, so ordered that a cut anywhere leaves every spec its likeliest points.
-
-    Defaults come first, then what is ``known`` to have won elsewhere, then the others, evenly over
-    the space.
-    """
-    queues: list[list[tuple[Spec, Variant]]] = []
-    for spec in dict.fromkeys(spec for spec, _ in jobs):
-        points = [variant for of, variant in jobs if of == spec]
-        defaults = [default_plan(spec).variants[0]]
-        others = random.Random(spec.key).sample(points, len(points))
-        wanted = set(points)
-        ordered = dict.fromkeys(v for v in (*defaults, *known.get(spec, ()), *others) if v in wanted)
-        queues.append([(spec, variant) for variant in ordered])
-    return interleave(queues)
-
-
-def compile_candidates(
-    jobs: Sequence[tuple[Spec, Variant]],
-    pool: CompilePool,
-    gpu: Gpu,
-    found: dict[Spec, Candidates],
-    report: Report,
-    until_s: float = math.inf,
-) -> Iterator[Compiled]:
-    """Compile points, yielding each result; ``found`` is filled when all are there.
-
-    After ``until_s`` (monotonic clock) only points of specs that have none are begun.
-    """
-    found.update((spec, Candidates(spec)) for spec, _ in jobs)
-    begun: set[Spec] = set()
-
-    def in_time() -> Iterator[tuple[Spec, Variant]]:
-        for spec, variant in jobs:
-            if spec not in begun or time.monotonic() < until_s:
-                begun.add(spec)
-                yield spec, variant
-
-    results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
-    for done, result in enumerate(pool.run(in_time()), 1):
-        results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = result
-        report(Event("compile", done, len(jobs), f"{len(found)} specs"))
-        yield result
-    for spec, role in dict.fromkeys((spec, variant.structure.role) for spec, variant in jobs):
-        by_variant = results.get((spec, role), {})
-        points = space.points(spec, role)
-        ordered = [by_variant[v] for v in points.variants if v in by_variant]
-        kept, dropped = select(ordered, gpu.limits, points.default)
-        candidates = found[spec]
-        candidates.points += points.total
-        candidates.dropped += dropped
-        candidates.by_role[role] = [result.variant for result in kept]
-        candidates.compiled |= by_variant
-        for name, count in points.rejected.items():
-            candidates.dropped += [Drop(points.variants[0], f"constraint: {name}")] * count
-        left = len(points.variants) - len(by_variant)
-        candidates.dropped += [Drop(points.variants[0], "less promising, not compiled")] * left
+    def _roof_us(self, written: float) -> float:
+        """Of reading a state per row and writing so many of them."""
+        return self.read_us + (self.scale_us - self.read_us) * written
 
 
 class MeasuredTune:
@@ -233,8 +147,9 @@ class MeasuredTune:
                     else:
                         good.append(variant)
                 candidates.by_role[role] = good
-            default = default_plan(candidates.spec).variants[0]
-            if default not in candidates.by_role[default.structure.role]:
+            for default in default_plan(candidates.spec).variants:
+                if default in candidates.by_role[default.structure.role]:
+                    continue
                 why = next(
                     (d.detail or d.reason for d in candidates.dropped if d.variant == default), "dropped"
                 )
@@ -333,8 +248,7 @@ class MeasuredTune:
         variants = tuple(candidates.by_role.get(role, ()))
         if not variants:
             return dict.fromkeys(batches, ())
-        default = default_plan(spec).variants[0]
-        first = default if default.structure.role == role else variants[0]
+        default = space.points(spec, role).default
         points = [candidates.compiled[variant] for variant in variants]
 
         def likely(batch: int) -> list[Variant]:
@@ -342,7 +256,7 @@ class MeasuredTune:
             ranked = [v for v, _ in rank(self._gpu, points, batch)] if role in ("both", "native") else []
             return interleave([won, ranked])
 
-        found = SearchSpace(spec, variants, first)
+        found = SearchSpace(spec, variants, default or variants[0])
         return search(found, batches, self.meter, budget, likely=likely, settings=SETTINGS)
 
     def _budget(self, share: float = 1.0) -> Budget:
@@ -423,7 +337,7 @@ class MeasuredTune:
             result.effective_batch,
             result.verdict.time_us,
             result.verdict.noise_floor,
-            round(state * (1 + 1 / result.spec.window)),
+            round(state * (1 + flush_share(result.spec))),
         )
 
     def _measured(self, event: Measured) -> None:
@@ -442,9 +356,14 @@ def gate_plan(spec: Spec, variant: Variant) -> Plan:
     if role in ("both", "native"):
         return Plan((variant,))
     block = state_block(spec)
-    if role == "nonflush":
-        return Plan((variant, Variant(Structure("flush"), Tile(16, block, min(64, block)))))
-    return Plan((Variant(Structure("nonflush"), Tile(16, min(64, block))), variant))
+    branches = {
+        "nonflush": Variant(Structure("nonflush"), Tile(16, min(64, block))),
+        "flush": Variant(Structure("flush"), Tile(16, block, min(64, block))),
+    }
+    if spec.verifies:
+        branches = {v.structure.role: v for v in default_plan(spec).variants}
+    branches[role] = variant
+    return Plan(tuple(branches.values()))
 
 
 def workers() -> int:

@@ -153,17 +153,26 @@ def _is_claimed(claimed: str, wanted: Gpu, here: Gpu) -> bool:
 
 
 def layer_bytes(spec: Spec, effective_batch: int) -> int:
-    """Bytes of state and ring that one layer buffer of ``effective_batch`` heads takes."""
-    tokens = spec.window + spec.num_tokens
+    """Bytes of states and ring that one layer buffer of ``effective_batch`` heads takes.
+
+    The native baseline keeps a state for every token of a step, replay one and a ring.
+    """
+    states = spec.num_tokens if spec.is_native else 1
     ring = DTYPE_BYTES[spec.ring_dtype] * spec.head_dim + 4
     shared = DTYPE_BYTES[spec.ring_dtype] * spec.state_size
     per_group = -(-effective_batch // spec.heads_per_group)
-    return spec.state_bytes(effective_batch) + tokens * (effective_batch * ring + per_group * shared)
+    tokens = effective_batch * ring + per_group * shared
+    return states * spec.state_bytes(effective_batch) + spec.ring_capacity * tokens
+
+
+def _largest_layer_bytes(spec: Spec, effective_batch: int) -> int:
+    """Bytes of a layer buffer that measuring a cell takes: of the step or of its baseline."""
+    return max(layer_bytes(one, effective_batch) for one in (spec, spec.native))
 
 
 def fits(spec: Spec, effective_batch: int, memory_bytes: int) -> bool:
     """Whether an effective batch can be measured within a GPU's memory."""
-    return LAYER_BUFFERS * layer_bytes(spec, effective_batch) <= MEMORY_SHARE * memory_bytes
+    return LAYER_BUFFERS * _largest_layer_bytes(spec, effective_batch) <= MEMORY_SHARE * memory_bytes
 
 
 def resolve_work(
@@ -239,11 +248,13 @@ def _effective_batches(spec: Spec, heads: set[int], batches: Sequence[int], gpu:
     asked = sorted({sequences * count for sequences in batches for count in heads})
     for point in asked:
         if not fits(spec, point, gpu.memory_bytes):
+            layer = _largest_layer_bytes(spec, point) / 2**30
             raise UsageError(
-                f"effective batch {point} takes {layer_bytes(spec, point) / 2**30:.1f} GiB of state a layer; "
+                f"effective batch {point} takes {layer:.1f} GiB of state a layer; "
                 f"{LAYER_BUFFERS} such layers do not fit in the {gpu.memory_bytes / 2**30:.0f} GiB "
                 f"of {gpu.name}",
                 where="--batch",
-                hint="ask for a smaller batch, a 16-bit state or a higher --tp",
+                hint="ask for a smaller batch, a 16-bit state or a higher --tp"
+                + (", or fewer --drafts: the baseline keeps a state for each" if spec.verifies else ""),
             )
     return tuple(asked)

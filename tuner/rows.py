@@ -38,20 +38,22 @@ def step_row(result: CellResult, compiled: Binaries, triton_version: str) -> Row
         roof_us=result.mix_roof_us,
         nonflush_us=result.nonflush.time_us,
         flush_us=result.flush.time_us,
+        flush_roof_us=result.scale_us,
     )
 
 
 def native_row(result: CellResult, compiled: Binaries, triton_version: str) -> Row | None:
-    """The row of a cell's native baseline; None if nothing ran. Every step of it is a flush."""
+    """The row of a cell's native baseline; None if nothing ran. Every step of it writes as a flush does."""
     return _row(
         result.spec.native,
         result,
         result.native,
         compiled,
         triton_version,
-        roof_us=result.scale_us,
+        roof_us=result.native_roof_us,
         nonflush_us=None,
         flush_us=result.native.time_us,
+        flush_roof_us=result.native_roof_us,
     )
 
 
@@ -65,6 +67,7 @@ def _row(
     roof_us: float,
     nonflush_us: float | None,
     flush_us: float,
+    flush_roof_us: float,
 ) -> Row | None:
     plan = verdict.winner
     if plan is None:
@@ -84,7 +87,7 @@ def _row(
         nonflush_time_us=known(nonflush_us, DIGITS),
         flush_time_us=known(flush_us, DIGITS),
         nonflush_roof_us=None if nonflush_us is None else known(result.read_us, DIGITS),
-        flush_roof_us=known(result.scale_us, DIGITS),
+        flush_roof_us=known(flush_roof_us, DIGITS),
         samples_us=tuple(significant(sample, DIGITS) for sample in verdict.samples_us),
         verdict=verdict.reason,
         origin="",

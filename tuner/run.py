@@ -23,18 +23,11 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
+from .candidates import Candidates, compile_candidates, spec_jobs
 from .check import check
 from .generate import generate
 from .gpu_bench import GpuBench
-from .measured import (
-    Candidates,
-    CellResult,
-    MeasuredTune,
-    cache_folder,
-    compile_candidates,
-    spec_jobs,
-    workers,
-)
+from .measured import CellResult, MeasuredTune, cache_folder, workers
 from .progress import Report
 from .records import Environment
 from .report import Planned, Served, SpecPlan, Tuned
@@ -103,6 +96,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         Store(job.store, gpu_bench.environment) as store,
     ):
         environment = gpu_bench.environment
+        resumed = bool(store.measurements()) or any(pool.triton_cache.glob("*"))
         tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
         found = tuning.prepare(pool)
         pool.close()
@@ -116,7 +110,8 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     minutes = (time.monotonic() - began) / 60
     notes = [job.target.note, *job.notes, *emission.notes]
     if results is not None:
-        path = _record("tune", job, environment, cells, {"tune_minutes": minutes}, results)
+        totals = {"tune_minutes": minutes, "resumed": resumed}
+        path = _record("tune", job, environment, cells, totals, results)
         notes.append(f"recorded in {path}")
     return Tuned(
         table=load(emission.table_path),

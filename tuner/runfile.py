@@ -15,6 +15,7 @@ from ..codegen.files import write
 from ..runtime.table import gpu_slug
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
+from .mix import flush_share
 from .records import Environment
 from .request import Budget
 from .rounding import significant
@@ -54,8 +55,9 @@ def run_data(
             "repeats_screening": SETTINGS.repeats,
             "budget": asdict(budget),
             "race": asdict(RULES),
-            "mix": "flush phases spread evenly over rows, shifted by one per layer; one token a step",
-            "nonflush": "window // 2 live ring tokens",
+            "mix": "ring lengths of the flush cycle in turn over rows and layers; of a step's tokens the "
+            "first and half of the others (rounded up) are kept",
+            "nonflush": "window // 2 live ring tokens, or as many as leave room for a step's",
         },
         "cells": [_cell_data(cell) for cell in cells],
         "totals": totals,
@@ -69,6 +71,7 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
         "effective_batch": cell.effective_batch,
         "rows": cell.rows,
         "heads": cell.heads,
+        "flush_share": flush_share(cell.spec),
         "plan": verdict.winner.key if verdict.winner else "",
         "verdict": verdict.kind,
         "time_us": {
@@ -76,7 +79,7 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
             "nonflush": cell.nonflush.time_us,
             "flush": cell.flush.time_us,
         },
-        "roof_us": {"read": cell.read_us, "scale": cell.scale_us},
+        "roof_us": {"read": cell.read_us, "scale": cell.scale_us, "mix": cell.mix_roof_us},
         "native_us": native.time_us,
         "native_name": native.winner.key if native.winner else "",
         "default_us": {

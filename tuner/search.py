@@ -23,6 +23,7 @@ import optuna
 from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
 from .meter import Allowance, Budget, Meter
+from .mix import flush_share
 from .records import ROLE_MODES, Cell, Measurement
 from .samplers import SAMPLERS, SpaceSampler
 
@@ -158,10 +159,10 @@ def search(
 def compose(spec: Spec, both: Ranking, nonflush: Ranking, flush: Ranking, few: int = 4) -> tuple[Plan, ...]:
     """Plans worth timing in the mix: best kernels for both branches, best pairs of one each.
 
-    Pairs are ordered by the time their parts predict for the mix, in which a row flushes once in
-    ``window`` steps; both kinds alternate, so that a cut anywhere leaves some of each.
+    Pairs are ordered by the time their parts predict for the mix; both kinds alternate, so that a cut
+    anywhere leaves some of each.
     """
-    share = 1 / spec.window if spec.window else 0.0
+    share = flush_share(spec)
     pairs = sorted(
         (
             ((1 - share) * a.time_us + share * b.time_us, Plan((a.variant, b.variant)))

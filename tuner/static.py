@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,12 @@ from ..codegen.compile import Compiled, Drop, check_toolchain, select
 from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
+from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
 from ..runtime.table import Row
 from .interpreted import InterpretedGate
+from .mix import flush_share
 from .progress import Event, Report
 from .report import Dropped, SpecPlan, dropped_by_reason
 from .request import Job, Work
@@ -89,17 +92,30 @@ _DRIVER_SHARED_BYTES: Final = 1024
 """Shared memory that the driver takes per program."""
 
 
-def traffic_bytes(spec: Spec, effective_batch: int) -> float:
-    """Bytes that a launch moves at least: state, its share of write-backs, and half a ring."""
+def traffic_bytes(spec: Spec, effective_batch: int, role: str = "both") -> float:
+    """Bytes that a kernel of the mix moves at least: states, the drafts of its rows, and half a ring.
+
+    Native kernels write a state for every token. The first token of a row, which the model's constants
+    cover, does not count.
+    """
     state = spec.state_bytes(effective_batch)
+    activation, drafts = DTYPE_BYTES[spec.activation_dtype], spec.num_tokens - 1
+    # x in, y out; B and C.
+    inputs = 2 * drafts * activation * (spec.head_dim + spec.state_size / spec.heads_per_group)
     if spec.is_native:
-        return 2.0 * state
+        return state * (1 + spec.num_tokens) + effective_batch * inputs
     width = DTYPE_BYTES[spec.ring_dtype]
     per_head = spec.head_dim * width + 4
     per_group = spec.state_size * width
-    tokens = spec.window / 2
+    tokens = spec.window / 2 + drafts
     ring = tokens * effective_batch * (per_head + per_group / spec.heads_per_group)
-    return state * (1 + 1 / spec.window) + ring
+    written = 0.0 if role == "nonflush" else state * flush_share(spec)
+    return _served(spec, role) * (state + ring + effective_batch * inputs) + written
+
+
+def _served(spec: Spec, role: str) -> float:
+    """Share of the rows of the mix that kernels of ``role`` serve."""
+    return {"nonflush": 1 - flush_share(spec), "flush": flush_share(spec)}.get(role, 1.0)
 
 
 def resident_programs(gpu: Gpu, compiled: Compiled) -> int:
@@ -120,12 +136,13 @@ def resident_programs(gpu: Gpu, compiled: Compiled) -> int:
 def estimate_us(
     gpu: Gpu, compiled: Compiled, effective_batch: int, constants: Constants = CONSTANTS
 ) -> float:
-    """Estimated time of one step in the staggered mix (the native step: of every step), in µs."""
+    """Estimated time of one kernel in the staggered mix (native: in every step), in µs."""
     k, spec, variant, kernel = constants, compiled.spec, compiled.variant, compiled.step
     structure, tile = variant.structure, variant.tile
     rounds = variant.rounds(spec.head_dim)
     if structure.role == "native":
-        ran, chain = k.native_share * kernel.instructions, k.native_cycles
+        ran = k.native_share * kernel.instructions * spec.num_tokens
+        chain = k.native_cycles + k.head_cycles * (spec.num_tokens - 1)
     else:
         ran = kernel.instructions * (k.fixed_share + k.head_share * rounds)
         chain = k.early_cycles if structure.load == "early" else k.late_cycles
@@ -134,12 +151,13 @@ def estimate_us(
     waits = 0.0 if tile.num_stages > 1 else k.head_cycles * rounds
     life_cycles = chain + k.barrier_cycles * math.log2(tile.num_warps) + ran * k.instruction_cycles + waits
     programs = effective_batch * variant.row_blocks(spec.head_dim) / rounds
+    programs *= _served(spec, structure.role)
     waves = max(1.0, programs / (resident_programs(gpu, compiled) * gpu.sm_count))
     issued = programs * tile.num_warps * ran
     launches = k.launch_us + (k.second_launch_us if len(compiled.kernels) > 1 else 0.0)
     time_us = (
         launches
-        + traffic_bytes(spec, effective_batch) / (gpu.memory_gbps * 1e3)
+        + traffic_bytes(spec, effective_batch, structure.role) / (gpu.memory_gbps * 1e3)
         + issued / (4 * gpu.sm_count * gpu.clock_mhz * k.issue_rate)
         + waves * life_cycles / gpu.clock_mhz
     )
@@ -162,6 +180,8 @@ def _is_promising(spec: Spec, variant: Variant) -> bool:
     structure, tile = variant.structure, variant.tile
     if structure.role == "native":
         return tile.block_n >= 64 and tile.num_warps <= 2
+    if spec.verifies:
+        return True  # few points, none of which has been compared with the others
     if structure.route == "rebuild":
         return spec.family == "gdn"  # few points, and its default is one of them
     if structure != Structure("both", load=structure.load, readout=structure.readout, loop=structure.loop):
@@ -235,14 +255,17 @@ def static_tune(
     plans: list[SpecPlan] = []
     rows: list[Row] = []
     for spec, variants in chosen.items():
-        role = _role(spec)
-        points = space.points(spec, role)
-        kept, drops = select((results[spec, v] for v in variants), gpu.limits, points.default)
-        bad = [c for c in kept if (spec, c.variant.structure) in wrong]
-        kept = tuple(c for c in kept if c not in bad)
-        drops += tuple(Drop(c.variant, "gate", wrong[spec, c.variant.structure]) for c in bad)
+        spaces = [space.points(spec, role) for role in dict.fromkeys(v.structure.role for v in variants)]
+        kept: list[Compiled] = []
+        drops: list[Drop] = []
+        for points in spaces:
+            tried = (results[spec, v] for v in variants if v.structure.role == points.role)
+            good, bad = select(tried, gpu.limits, points.default)
+            kept += (c for c in good if (spec, c.variant.structure) not in wrong)
+            failed = (c.variant for c in good if (spec, c.variant.structure) in wrong)
+            drops += (*bad, *(Drop(v, "gate", wrong[spec, v.structure]) for v in failed))
         batches = sorted({batch for work in works if work.spec == spec for batch in work.effective_batches})
-        plans.append(_spec_plan(points, len(variants), len(kept), drops, batches))
+        plans.append(_spec_plan(spaces, len(variants), len(kept), drops, batches))
         rows += _rows(gpu, spec, kept, batches, version)
     return StaticTune(
         rows=tuple(_with_native_times(rows)),
@@ -254,10 +277,13 @@ def static_tune(
 
 
 def _notes(specs: Iterable[Spec]) -> tuple[str, ...]:
+    specs = tuple(specs)
     unknown = sorted({spec.family for spec in specs} - {*RECORDED_FAMILIES})
+    if any(spec.verifies for spec in specs):
+        unknown.append("draft verification")
     return (
         "times are estimates of an analytical model, made for ranking",
-        *(f"the model has not been compared with measurements of {family} kernels" for family in unknown),
+        *(f"the model has not been compared with measurements of {what} kernels" for what in unknown),
         "numerics were checked in Triton's interpreter, with fp16 in place of bf16",
     )
 
@@ -278,20 +304,24 @@ def _works(job: Job) -> list[Work]:
 
 
 def _points(works: Iterable[Work], most: int) -> dict[Spec, tuple[Variant, ...]]:
-    """Points to compile by spec, each spec's promising ones thinned by the same factor."""
+    """Points to compile by spec: its default plan's, and promising ones, thinned by the same factor."""
     wanted = {work.spec: promising(work.spec, _role(work.spec)) for work in works}
     share = min(1.0, most / sum(map(len, wanted.values()))) if wanted else 1.0
-    return {spec: thinned(vs, max(2, math.floor(share * len(vs)))) for spec, vs in wanted.items()}
+    thin = {spec: thinned(vs, max(2, math.floor(share * len(vs)))) for spec, vs in wanted.items()}
+    return {spec: tuple(dict.fromkeys((*default_plan(spec).variants, *vs))) for spec, vs in thin.items()}
 
 
 def _spec_plan(
-    points: space.Space, tried: int, kept: int, drops: Sequence[Drop], batches: Sequence[int]
+    spaces: Sequence[space.Space], tried: int, kept: int, drops: Sequence[Drop], batches: Sequence[int]
 ) -> SpecPlan:
     dropped = dropped_by_reason(drops)
-    dropped += [Dropped(f"constraint: {name}", count) for name, count in points.rejected.items()]
-    if len(points.variants) > tried:
-        dropped.append(Dropped("less promising, not compiled", len(points.variants) - tried))
-    return SpecPlan(points.spec, tuple(batches), points.total, kept, tuple(dropped))
+    rejected = sum((Counter(points.rejected) for points in spaces), Counter[str]())
+    dropped += [Dropped(f"constraint: {name}", count) for name, count in rejected.items()]
+    left = sum(len(points.variants) for points in spaces) - tried
+    if left:
+        dropped.append(Dropped("less promising, not compiled", left))
+    total = sum(points.total for points in spaces)
+    return SpecPlan(spaces[0].spec, tuple(batches), total, kept, tuple(dropped))
 
 
 def _rows(
@@ -299,25 +329,27 @@ def _rows(
 ) -> list[Row]:
     """A row per batch: the best estimate, or its neighbour's choice where that ties."""
     by_variant = {c.variant: c for c in compiled}
-    default = space.points(spec, _role(spec)).default
+    default = default_plan(spec)
+    plans = dict.fromkeys((default, *(Plan((v,)) for v in by_variant if v.structure.role == _role(spec))))
+    able = [plan for plan in plans if all(v in by_variant for v in plan.variants)]
     rows: list[Row] = []
-    before: Variant | None = None
-    for batch in batches if compiled else ():
-        ranking = rank(gpu, compiled, batch)
-        times = dict(ranking)
-        winner = ranking[0][0]
-        if before is not None and times[before] <= ranking[0][1] * (1 + TIE):
+    before: Plan | None = None
+    for batch in batches if able else ():
+        estimates = dict(rank(gpu, compiled, batch))
+        times = {plan: sum(estimates[v] for v in plan.variants) for plan in able}
+        winner = min(able, key=lambda plan: (times[plan], plan))
+        if before is not None and times[before] <= times[winner] * (1 + TIE):
             winner = before
         before = winner
-        default_us = times.get(default) if default is not None else None
+        default_us = times.get(default)
         rows.append(
             Row(
                 spec=spec,
                 effective_batch=batch,
-                plan=Plan((winner,)),
+                plan=winner,
                 source="static",
-                module_digests=(digest_of(spec, winner.structure),),
-                binaries=((by_variant[winner].binary(version),),),
+                module_digests=tuple(digest_of(spec, v.structure) for v in winner.variants),
+                binaries=tuple((by_variant[v].binary(version),) for v in winner.variants),
                 time_us=significant(times[winner], DIGITS),
                 native_time_us=None,
                 default_time_us=known(default_us, DIGITS),
@@ -328,9 +360,9 @@ def _rows(
                 nonflush_roof_us=None,
                 flush_roof_us=None,
                 samples_us=(),
-                verdict=f"best of {len(compiled)} by analysis",
+                verdict=f"best of {len(able)} by analysis",
                 origin="",
-                numerics=Plan((winner,)).numerics,
+                numerics=winner.numerics,
             )
         )
     return rows

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,10 +38,10 @@ GDN_ODD = Spec(
     activation_dtype="fp16", ring_dtype="fp32", state_dtype="fp16", has_d=False, has_dt_bias=False,
 )  # fmt: skip
 
-VERIFY = dataclasses.replace(SPEC, op="verify", num_tokens=4)
-VERIFY_ODD = dataclasses.replace(ODD, op="verify", num_tokens=9)
-GDN_VERIFY = dataclasses.replace(GDN, op="verify", num_tokens=4)
-GDN_VERIFY_ODD = dataclasses.replace(GDN_ODD, op="verify", num_tokens=3)
+VERIFY = replace(SPEC, op="verify", num_tokens=4)
+VERIFY_ODD = replace(ODD, op="verify", num_tokens=9)
+GDN_VERIFY = replace(GDN, op="verify", num_tokens=4)
+GDN_VERIFY_ODD = replace(GDN_ODD, op="verify", num_tokens=3)
 
 CASES = {
     "both_early": (SPEC, Structure("both", load="early")),
@@ -54,6 +54,8 @@ CASES = {
     "gdn_both_early_odd": (GDN_ODD, Structure("both", load="early")),
     "gdn_nonflush_rebuild_odd": (GDN_ODD, Structure("nonflush", route="rebuild")),
     "gdn_native": (GDN.native, Structure("native")),
+    "native_verify_odd": (replace(ODD.native, op="native_verify", num_tokens=4), Structure("native")),
+    "gdn_native_verify": (replace(GDN.native, op="native_verify", num_tokens=4), Structure("native")),
     "gdn_materialize": (GDN.materialize, Structure("materialize")),
     "verify_both": (VERIFY, Structure("both", readout="dot", scores="dot")),
     "verify_flush_ahead_odd": (VERIFY_ODD, Structure("flush", "precomputed", readout="dot", scores="dot")),
@@ -85,7 +87,7 @@ SPECS = (
     VERIFY_ODD,
     GDN_VERIFY,
     GDN_VERIFY_ODD,
-    dataclasses.replace(GDN_VERIFY, activation_dtype="fp32", ring_dtype="fp32", num_tokens=16),
+    replace(GDN_VERIFY, activation_dtype="fp32", ring_dtype="fp32", num_tokens=16),
 )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def modules(tmp_path_factory):
     """Files of all legal structures of a few specs, by (spec, structure)."""
     folder = tmp_path_factory.mktemp("modules")
     found = {}
-    for spec in (s for pair in SPECS for s in (pair, pair.native) if s.op != "native_verify"):
+    for spec in dict.fromkeys(s for spec in SPECS for s in (spec, spec.native)):
         for structure in legal_structures(spec):
             path = folder / f"{module_name(spec, structure)}.py"
             path.write_text(render(spec, structure), encoding="utf-8")

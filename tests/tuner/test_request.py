@@ -151,6 +151,36 @@ def test_layer_bytes_of_gdn_share_keys():
     assert request.layer_bytes(spec, 8) == 8 * 128 * 64 * 4 + ring
 
 
+def test_layer_bytes_of_the_baseline_hold_a_state_a_token():
+    spec = Spec("mamba2", "verify", 64, 128, 8, 16, 4)
+    state = 16 * 64 * 128 * 4
+    ring = 16 * 20 * (64 * 2 + 4) + 2 * 20 * 128 * 2
+    assert request.layer_bytes(spec, 16) == state + ring
+    assert request.layer_bytes(spec.native, 16) == 4 * state
+    assert request.layer_bytes(dataclasses.replace(spec, op="step", num_tokens=1).native, 16) == state
+
+
+def test_drafts_are_specs_of_their_own_and_bounded_by_the_baseline_s_states():
+    layer = models.find("nemotron-3-super-120b-a12b")
+    work, _ = resolve_work([layer], H200, tensor_parallel=(1,), state_dtypes=("fp32",), drafts=(0, 3, 7))
+    assert [(item.spec.op, item.spec.num_tokens) for item in work] == [
+        ("step", 1), ("verify", 4), ("verify", 8),
+    ]  # fmt: skip
+    small = dataclasses.replace(H200, memory_bytes=20 * 2**30)
+    last = {}
+    for drafts in (0, 7):
+        (item,), _ = resolve_work(
+            [layer], small, tensor_parallel=(1,), state_dtypes=("fp32",), drafts=(drafts,)
+        )
+        last[drafts] = item.effective_batches[-1]
+    assert last == {0: 65536, 7: 32768}
+    with pytest.raises(UsageError, match=r"takes 16\.0 GiB of state a layer") as refused:
+        resolve_work(
+            [layer], small, tensor_parallel=(1,), state_dtypes=("fp32",), drafts=(7,), batches=(512,)
+        )
+    assert "fewer --drafts" in str(refused.value.hint)
+
+
 def test_work_of_both_families():
     names = ("nemotron-3-nano-4b", "qwen3.5-4b", "qwen3-next-80b-a3b")
     work, notes = resolve_work([models.find(name) for name in names], H200)

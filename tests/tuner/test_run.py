@@ -16,7 +16,7 @@ from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import load
-from replayssm_tune.tuner import choose, measured, models, run
+from replayssm_tune.tuner import candidates, choose, measured, models, run
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.gate import Verdict
 from replayssm_tune.tuner.progress import Event, silent
@@ -94,20 +94,26 @@ def fake(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> type[FakeBench]:
     return bench
 
 
-def job(folder: Path, batches: tuple[int, ...] = (1, 64), budget: Budget | None = None) -> Job:
+def job(
+    folder: Path, batches: tuple[int, ...] = (1, 64), budget: Budget | None = None, drafts: int = 0
+) -> Job:
     work, _ = resolve_work(
         [models.find("nemotron-3-super-120b-a12b")],
         GPU,
         tensor_parallel=(8,),
         state_dtypes=("fp32",),
+        drafts=(drafts,),
         batches=batches,
     )
     target = Target(GPU, True, "measuring on NVIDIA H200")
     return Job(target, work, budget or Budget(), folder / "store", folder / "generated")
 
 
-def test_a_tune_writes_table_kernels_and_run_file_and_resumes(fake: type[FakeBench], tmp_path: Path) -> None:
+def test_a_tune_writes_table_kernels_and_run_file_and_resumes(
+    fake: type[FakeBench], tmp_path: Path, compiled: Path
+) -> None:
     events: list[Event] = []
+    warm = any(compiled.glob("*/*"))
     tuned = run.tune(job(tmp_path), events.append, tmp_path / "results")
     assert not tuned.missing
     table = load(tmp_path / "generated" / "tables" / "h200.json")
@@ -132,12 +138,63 @@ def test_a_tune_writes_table_kernels_and_run_file_and_resumes(fake: type[FakeBen
     assert len(cell["samples_us"]["mix"]) > 2
     assert data["environment"]["gpu"] == "NVIDIA H200"
     assert data["totals"]["tune_minutes"] > 0
+    assert data["totals"]["resumed"] == warm
 
     asked = len(fake.asked)
     assert asked > 50
-    again = run.tune(job(tmp_path), silent)
+    again = run.tune(job(tmp_path), silent, tmp_path / "again")
     assert fake.asked == [], "everything was remembered"
     assert again.table.rows == tuned.table.rows
+    (path,) = (tmp_path / "again").glob("*.json")
+    assert json.loads(path.read_text())["totals"]["resumed"]
+
+
+def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(
+    fake: type[FakeBench], tmp_path: Path
+) -> None:
+    here = job(tmp_path, drafts=3)
+    (work,) = here.work
+    assert work.spec.verifies
+    assert work.spec.num_tokens == 4
+    tuned = run.tune(here, silent, tmp_path / "results")
+    assert not tuned.missing
+    assert not tuned.gate_failures
+    table = load(tmp_path / "generated" / "tables" / "h200.json")
+    rows = {(row.spec.op, row.effective_batch): row for row in table.rows}
+    assert set(rows) == {(op, batch) for op in ("verify", "native_verify") for batch in (16, 1024)}
+    for batch in (16, 1024):
+        step, native = rows["verify", batch], rows["native_verify", batch]
+        assert step.spec == work.spec
+        assert native.spec == work.spec.native
+        assert step.native_time_us == native.time_us
+        read_us, scale_us = (1.0 + 0.008 * batch * n for n in (1, 2))
+        # Of 16 ring tokens, 3 kept of every 4: 3 of 15 lengths leave no room for another 4.
+        assert step.roof_time_us == pytest.approx(read_us + (scale_us - read_us) / 5, rel=1e-4)
+        assert step.flush_roof_us == pytest.approx(scale_us, rel=1e-4)
+        assert native.roof_time_us == native.flush_roof_us
+        assert native.roof_time_us == pytest.approx(read_us + 4 * (scale_us - read_us), rel=1e-4)
+    modes = {(cell.spec.op, mode) for mode, cell, _ in fake.asked}
+    assert {("verify", mode) for mode in ("mix", "nonflush", "flush")} <= modes
+    default = default_plan(work.spec)
+    assert ("mix", Cell(work.spec, 16), default.key) in fake.asked, "the default is always a candidate"
+    (path,) = (tmp_path / "results").glob("*.json")
+    (cell, *_) = json.loads(path.read_text())["cells"]
+    assert cell["spec"] == work.spec.key
+    assert cell["flush_share"] == 0.2
+    assert cell["roof_us"]["mix"] == pytest.approx(rows["verify", 16].roof_time_us, rel=1e-4)
+    assert all(served.step == "user" for served in tuned.served)
+
+    fake.asked.clear()
+    run.tune(here, silent)
+    assert fake.asked == [], "everything was remembered"
+
+
+def test_a_short_budget_still_compiles_both_kernels_of_a_default(
+    fake: type[FakeBench], tmp_path: Path
+) -> None:
+    tuned = run.tune(job(tmp_path, budget=Budget(minutes=1e-6), drafts=3), silent)
+    assert not tuned.missing
+    assert {row.plan for row in tuned.table.rows} == {default_plan(row.spec) for row in tuned.table.rows}
 
 
 def test_an_interrupted_tune_loses_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
@@ -193,9 +250,9 @@ def test_a_short_budget_still_uses_what_the_search_found(fake: type[FakeBench], 
 
 def test_a_cut_leaves_every_spec_its_default_and_what_won_elsewhere() -> None:
     spec = job(Path()).work[0].spec
-    jobs = measured.spec_jobs(job(Path()).work)
+    jobs = candidates.spec_jobs(job(Path()).work)
     won = space.points(spec, "both").variants[-1]
-    ordered = measured.by_promise(jobs, {spec: (won,)})
+    ordered = candidates.by_promise(jobs, {spec: (won,)})
     assert sorted(ordered) == sorted(jobs)
     defaults = [(s, default_plan(s).variants[0]) for s in (spec, spec.native)]
     assert ordered[:3] == [*defaults, (spec, won)]
@@ -280,10 +337,14 @@ def test_a_compared_row_does_not_give_way_to_one_that_is_not(
     assert all(row.default_time_us is not None for row in tuned.table.rows)
 
 
-def test_bench_times_what_is_served_and_remembers_nothing(fake: type[FakeBench], tmp_path: Path) -> None:
-    run.bench(job(tmp_path, (64,)), tmp_path / "results", silent)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_bench_times_what_is_served_and_remembers_nothing(
+    fake: type[FakeBench], tmp_path: Path, drafts: int
+) -> None:
+    here = job(tmp_path, (64,), drafts=drafts)
+    run.bench(here, tmp_path / "results", silent)
     first = len(fake.asked)
-    tuned = run.bench(job(tmp_path, (64,)), tmp_path / "results", silent)
+    tuned = run.bench(here, tmp_path / "results", silent)
     assert len(fake.asked) == first > 0
     assert len(tuned.table.rows) == 1
     (path,) = (tmp_path / "results").glob("*.json")
@@ -302,13 +363,15 @@ def test_shapes_are_whole_groups_near_the_batch_asked_for(heads_per_group: int) 
         assert abs(shape.effective_batch - batch) <= max(slack, heads_per_group - batch)
 
 
-def test_a_branch_goes_through_the_gate_with_a_partner() -> None:
-    spec = job(Path()).work[0].spec
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_branch_goes_through_the_gate_with_a_partner(drafts: int) -> None:
+    spec = job(Path(), drafts=drafts).work[0].spec
     for role in ("both", "nonflush", "flush"):
-        variant = space.points(spec, role).variants[0]
-        plan = measured.gate_plan(spec, variant)
-        assert variant in plan.variants
-        assert len(plan.variants) == (1 if role == "both" else 2)
+        for variant in space.points(spec, role).variants[:3]:
+            plan = measured.gate_plan(spec, variant)
+            assert variant in plan.variants
+            assert plan.roles == (("both",) if role == "both" else ("nonflush", "flush"))
+            assert all(space.broken_constraint(spec, v) == "" for v in plan.variants)
 
 
 def test_a_plan_without_the_gpu_compiles_what_a_static_tune_would(tmp_path: Path) -> None:

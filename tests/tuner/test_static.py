@@ -138,6 +138,37 @@ def test_traffic_of_a_native_step_is_twice_the_state():
     assert 1 + 1 / 16 < share < 1.25
 
 
+def test_verification_moves_a_state_a_token_natively_and_as_many_as_a_step_by_replay():
+    verify = dataclasses.replace(SPEC, op="verify", num_tokens=4)
+    state = SPEC.state_bytes(10)
+    share = static.traffic_bytes(verify.native, 10) / state
+    assert 5 < share < 5.1
+    # A fifth of the rows flush; a ring, drafts and their outputs are small beside the state.
+    share = static.traffic_bytes(verify, 10) / state
+    assert 1.2 < share < 1.4
+
+
+def test_two_launches_share_the_rows_and_bytes_of_one():
+    verify = dataclasses.replace(SPEC, op="verify", num_tokens=4)
+    parts = [static.traffic_bytes(verify, 1024, role) for role in ("nonflush", "flush")]
+    assert sum(parts) == pytest.approx(static.traffic_bytes(verify, 1024))
+    assert parts[0] > parts[1] > 2 * verify.state_bytes(1024) / 5
+    of_role = {v.structure.role: compiled(v, verify) for v in default_plan(verify).variants}
+    both = dataclasses.replace(
+        of_role["flush"].variant, structure=Structure("both", readout="dot", scores="dot")
+    )
+    whole_us = static.estimate_us(H200, compiled(both, verify), 32768)
+    assert all(static.estimate_us(H200, part, 32768) < whole_us for part in of_role.values())
+
+
+def test_more_drafts_take_the_native_kernel_longer():
+    native = default_plan(SPEC.native).variants[0]
+    specs = [dataclasses.replace(SPEC, op="verify", num_tokens=n).native for n in (1, 2, 4, 8)]
+    for batch in (16, 32768):
+        times = [static.estimate_us(H200, compiled(native, spec), batch) for spec in specs]
+        assert all(a < b for a, b in itertools.pairwise(times))
+
+
 def test_ranking_is_sorted_and_complete():
     subjects = [compiled(v) for v in points(SPEC, "both").variants[:20]]
     ranking = static.rank(H200, subjects, 128)

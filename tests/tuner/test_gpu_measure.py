@@ -1,0 +1,46 @@
+"""Timing on a GPU: graphs whose branches are proven to have run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm_tune.codegen.cache import rendered
+from replayssm_tune.runtime.compiled import CompiledPlan
+from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.plan import Variant
+from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.measure import LayerStack
+from replayssm_tune.tuner.shapes import shape_for
+
+MAMBA2 = Spec("mamba2", "step", 64, 128, 16, 16)
+GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True, state_dtype="bf16")
+STEPS = [dataclasses.replace(spec, op=op, num_tokens=n) for spec in (MAMBA2, GDN)
+         for op, n in (("step", 1), ("verify", 4), ("verify", 8))]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("spec", STEPS, ids=lambda spec: spec.key)
+def test_default_plans_do_in_each_mode_what_it_says(spec: Spec, native: bool, tmp_path: Path) -> None:
+    spec = spec.native if native else spec
+    stack = LayerStack(spec, shape_for(spec, 256), torch.device("cuda", torch.cuda.current_device()))
+    source = rendered(tmp_path)
+
+    def compiler(of: Spec, variants: tuple[Variant, ...], dtypes: tuple[str, ...]) -> CompiledPlan:
+        return CompiledPlan(of, variants, source, dtypes, aligned=True)
+
+    plan = default_plan(spec)
+    for mode in ("native",) if native else ("mix", "nonflush", "flush"):
+        times_us = stack.graph(plan.variants, mode, compiler).time_us(3)
+        assert all(0.1 < time_us < 1e4 for time_us in times_us), mode
+    if not native:
+        # Half a step: rows of the other branch are left as they are, which the mix does not allow.
+        alone = next((v for v in plan.variants if v.structure.role == "nonflush"), None)
+        if alone is not None:
+            stack.graph((alone,), "nonflush", compiler)
+            with pytest.raises(RuntimeError, match="in mode mix 0 of"):
+                stack.graph((alone,), "mix", compiler)
