@@ -306,9 +306,13 @@ def _works(job: Job) -> list[Work]:
 def _points(works: Iterable[Work], most: int) -> dict[Spec, tuple[Variant, ...]]:
     """Points to compile by spec: its default plan's, and promising ones, thinned by the same factor."""
     wanted = {work.spec: promising(work.spec, _role(work.spec)) for work in works}
-    share = min(1.0, most / sum(map(len, wanted.values()))) if wanted else 1.0
-    thin = {spec: thinned(vs, max(2, math.floor(share * len(vs)))) for spec, vs in wanted.items()}
-    return {spec: tuple(dict.fromkeys((*default_plan(spec).variants, *vs))) for spec, vs in thin.items()}
+    besides = {spec: [v for v in default_plan(spec).variants if v not in vs] for spec, vs in wanted.items()}
+    left = most - sum(map(len, besides.values()))
+    share = min(1.0, left / max(1, sum(map(len, wanted.values()))))
+    return {
+        spec: (*besides[spec], *thinned(vs, max(2, math.floor(share * len(vs)))))
+        for spec, vs in wanted.items()
+    }
 
 
 def _spec_plan(

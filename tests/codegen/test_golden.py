@@ -117,7 +117,7 @@ def modules(tmp_path_factory):
     """Files of all legal structures of a few specs, by (spec, structure)."""
     folder = tmp_path_factory.mktemp("modules")
     found = {}
-    for spec in dict.fromkeys(s for spec in SPECS for s in (spec, spec.native)):
+    for spec in dict.fromkeys(s for pair in SPECS for s in (pair, pair.native)):
         for structure in legal_structures(spec):
             path = folder / f"{module_name(spec, structure)}.py"
             path.write_text(render(spec, structure), encoding="utf-8")

@@ -8,6 +8,7 @@ bf16 and long trajectories need a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -180,10 +181,12 @@ def test_structures_pass_the_gate(family, index, tmp_path):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize(("family", "index"), CASES[::3])
-def test_the_native_step_passes_the_gate(family, index, tmp_path):
+def test_the_native_baseline_passes_the_gate(family, index, num_tokens, tmp_path):
     scene = scenes(family)[index]
-    spec = spec_of(family, scene).native
+    op = "step" if num_tokens == 1 else "verify"
+    spec = dataclasses.replace(spec_of(family, scene), op=op, num_tokens=num_tokens).native
     plan = Plan((small_variant(spec, Structure("native")),))
     found = run_interpreted(
         "tests.codegen.interpreted_gate:verdicts",

@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import optuna
 import pytest
@@ -198,6 +199,23 @@ def test_promising_points_are_few_and_hold_the_default(spec):
     assert ("rebuild" in {v.structure.route for v in both}) == (spec.family == "gdn")
 
 
+@pytest.mark.parametrize("spec", [SPEC, GDN], ids=lambda spec: spec.family)
+def test_verification_compiles_its_default_pair_and_launches_for_all_rows(spec):
+    spec = dataclasses.replace(spec, op="verify", num_tokens=4)
+    job = Job(
+        Target(H200, False, "static"),
+        (Work(spec, (16,), ("toy tp1",)),),
+        Budget(),
+        Path("store"),
+        Path("out"),
+    )
+    found = [variant for of, variant in static.static_jobs(job) if of == spec]
+    assert tuple(found[:2]) == default_plan(spec).variants
+    assert 40 <= len(found) <= 150
+    assert {v.structure.role for v in found[2:]} == {"both"}
+    assert {v.structure.coefficients for v in found[2:]} == {"inline", "precomputed"}
+
+
 def test_thinning_keeps_the_first_and_the_range():
     variants = static.promising(SPEC, "both")
     for most in (1, 2, 7, 40, 500):
@@ -309,8 +327,9 @@ def test_half_an_answer_is_none(tmp_path):
     [
         Spec("mamba2", "step", 16, 32, 2, 4),
         Spec("gdn", "step", 16, 32, 2, 4, has_d=False, qk_l2norm=True),
+        Spec("gdn", "verify", 16, 32, 2, 4, 2, has_d=False, qk_l2norm=True),
     ],
-    ids=lambda spec: spec.family,
+    ids=lambda spec: f"{spec.family} {spec.op}",
 )
 def test_a_small_static_tune_serves_every_cell(tmp_path, spec):
     job = Job(
@@ -324,6 +343,7 @@ def test_a_small_static_tune_serves_every_cell(tmp_path, spec):
     result = static.static_tune(job, tmp_path / "cache", 1, events.append)
     assert result.gate_failures == ()
     assert any("gdn kernels" in note for note in result.notes) == (spec.family == "gdn")
+    assert any("draft verification kernels" in note for note in result.notes) == spec.verifies
     assert {(row.spec, row.effective_batch) for row in result.rows} == {
         (s, batch) for s in (spec, spec.native) for batch in (4, 64, 4096)
     }
