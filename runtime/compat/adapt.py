@@ -148,6 +148,12 @@ def keep_where(out: Tensor | None, y: Tensor, written: Tensor) -> Tensor:
     return out
 
 
+def rows_of_tokens(query_start: Tensor, tokens: int) -> Tensor:
+    """(tokens,) int64: the row that owns each; behind the last row's tokens how many rows there are."""
+    token = torch.arange(tokens, dtype=query_start.dtype, device=query_start.device)
+    return torch.searchsorted(query_start[1:].contiguous(), token, right=True)
+
+
 def step_that_folds_itself(
     slot: Tensor,
     write_pos: Tensor,

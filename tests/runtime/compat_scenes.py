@@ -36,10 +36,11 @@ class Pool:
         if fill is not None:
             self.view.copy_(fill)
 
-    def bits(self) -> Tensor:
-        """All of its memory, to be compared with what it was before."""
-        whole = {4: torch.int32, 2: torch.int16}[self.memory.element_size()]
-        return self.memory.view(whole).clone()
+    def copied(self) -> Pool:
+        """The same in memory of its own."""
+        other = Pool(*self.view.shape, dtype=self.view.dtype)
+        other.memory.copy_(self.memory)
+        return other
 
 
 def same_bits(tensor: Tensor, expected: Tensor) -> bool:
@@ -51,6 +52,11 @@ def same_bits(tensor: Tensor, expected: Tensor) -> bool:
 def relative(value: Tensor, expected: Tensor) -> float:
     """Relative RMS error."""
     return float((value.double() - expected).norm() / expected.norm())
+
+
+def softplus(value: Tensor) -> Tensor:
+    """In fp64, of anything."""
+    return torch.nn.functional.softplus(value.double(), threshold=1e9)
 
 
 class Mamba2:
@@ -90,7 +96,7 @@ class Gdn:
         if self.normalise:
             q, k = (part / torch.sqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
         qh, kh = (part.repeat_interleave(heads // groups, 0) for part in (q * self.scale, k))
-        g = -torch.exp(self.A_log) * torch.nn.functional.softplus(a.double() + self.dt_bias, threshold=1e9)
+        g = -torch.exp(self.A_log) * softplus(a.double() + self.dt_bias)
         state = torch.exp(g)[:, None, None] * self.state
         u = torch.sigmoid(b.double())[:, None] * (v - torch.einsum("hvk,hk->hv", state, kh))
         self.state = state + u[:, :, None] * kh[:, None, :]

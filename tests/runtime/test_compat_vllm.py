@@ -22,6 +22,7 @@ from tests.runtime.compat_scenes import (
     parameters,
     relative,
     same_bits,
+    softplus,
 )
 
 SLOTS, ROWS = 7, 5
@@ -30,10 +31,6 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OUTPUT_ONLY = vllm.selective_state_update_replayssm_output_only
 STATE_AND_OUTPUT = vllm.selective_state_update_replayssm_state_and_output
 GDN = vllm.fused_recurrent_gated_delta_rule_replayssm
-
-
-def softplus(value: Tensor) -> Tensor:
-    return torch.nn.functional.softplus(value.double(), threshold=1e9)
 
 
 class Decoding:
@@ -97,7 +94,7 @@ class Decoding:
         indices = torch.tensor(slots, dtype=torch.int32)
         indices = indices[:, None].expand(-1, 3) if columns else indices
         pools = {"state": self.state, "x": self.x, "b": self.b, "dt": self.dt}
-        before = {name: pool.memory.clone() for name, pool in pools.items()}
+        after = {name: pool.copied() for name, pool in pools.items()}
         out = torch.full((rows, HEADS, HEAD_DIM), 42.0, dtype=self.dtype)
         done = function(
             self.state.view, *given.values(), dt_softplus=True, **self.caches(),
@@ -112,9 +109,6 @@ class Decoding:
 
         shape = (HEADS, HEAD_DIM)
         expected = torch.full((rows, *shape), 42.0, dtype=torch.float64)
-        after = {name: Pool(*pool.view.shape, dtype=pool.view.dtype) for name, pool in pools.items()}
-        for name, pool in after.items():
-            pool.memory.copy_(before[name])
         for row in live:
             slot, delta = slots[row], softplus(given["dt"][row, :, 0].float() + self.bias)
             sequence = self.sequences[slot]
@@ -252,14 +246,14 @@ class Refusal:
         }
 
     def call(self, **changes: Any) -> None:
-        before = self.decoding.state.bits(), self.decoding.x.bits()
+        state, x = self.decoding.state.copied(), self.decoding.x.copied()
         with torch.no_grad():
             try:
                 OUTPUT_ONLY(**self.given | changes)
             finally:
-                assert torch.equal(self.decoding.state.bits(), before[0])
+                assert same_bits(self.decoding.state.memory, state.memory)
                 if changes:
-                    assert torch.equal(self.decoding.x.bits(), before[1])
+                    assert same_bits(self.decoding.x.memory, x.memory)
 
 
 def test_mamba2_the_call_that_refusals_change_is_legal() -> None:
@@ -340,7 +334,7 @@ class GdnDecoding:
         position = torch.tensor([self.filled[max(slot, 0)] for slot in slots], dtype=torch.int32)
         out = torch.full(shape or (rows, 1, HEADS, HEAD_DIM), torch.nan, dtype=self.dtype)
         pools = {"state": self.state, "d": self.d, "k": self.k, "g": self.gates}
-        before = {name: pool.memory.clone() for name, pool in pools.items()}
+        after = {name: pool.copied() for name, pool in pools.items()}
         given: dict[str, Any] = {
             "mixed_qkv": mixed, "a": a, "b": b, "A_log": self.A_log, "dt_bias": self.bias,
             "scale": self.scale, "initial_state": self.state.view, "d_cache": self.d.view,
@@ -353,9 +347,6 @@ class GdnDecoding:
         assert state is self.state.view
 
         expected = torch.zeros(rows, HEADS, HEAD_DIM, dtype=torch.float64)
-        after = {name: Pool(*pool.view.shape, dtype=pool.view.dtype) for name, pool in pools.items()}
-        for name, pool in after.items():
-            pool.memory.copy_(before[name])
         near = 8 * bound(self.dtype, self.state_dtype)
         flushed = 0
         for row, slot in enumerate(slots):
