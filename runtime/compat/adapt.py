@@ -141,7 +141,7 @@ def looks_at_values(tensor: Tensor) -> bool:
 
 
 def keep_where(out: Tensor | None, y: Tensor, written: Tensor) -> Tensor:
-    """``out`` with ``y`` where ``written``, a mask of its first dimension, says so; ``y`` without ``out``."""
+    """``out`` with ``y`` where ``written``, a mask of its first dimensions, is set; ``y`` without ``out``."""
     if out is None:
         return y
     out.copy_(torch.where(_like(written, y), y, out))
@@ -209,5 +209,5 @@ def _spare(slot: Tensor, slots: int) -> Tensor:
 
 
 def _like(mask: Tensor, values: Tensor) -> Tensor:
-    """``mask`` of the first dimension, with the dimensions of ``values``."""
-    return mask.view(-1, *[1] * (values.dim() - 1))
+    """``mask`` of the first dimensions, with as many dimensions as ``values``."""
+    return mask.view(*mask.shape, *[1] * (values.dim() - mask.dim()))
