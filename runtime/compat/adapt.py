@@ -136,8 +136,8 @@ def put_rows(target: Tensor, slot: Tensor, values: Tensor) -> None:
 
 
 def looks_at_values(tensor: Tensor) -> bool:
-    """Whether values may be looked at: on a CPU, where that waits for nothing, and outside of compilation."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values may be looked at: on a CPU, where that waits for nothing, and if there are any."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def keep_where(out: Tensor | None, y: Tensor, written: Tensor) -> Tensor:
