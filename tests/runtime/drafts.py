@@ -416,6 +416,29 @@ class Run:
         agree(self.pool.state[slot], sequence.states[-1])
 
 
+def lives(scene: Scene, steps: int, native: float = 0.25) -> Run:
+    """A run through so many steps of all kinds, and what there is of each sequence in the end.
+
+    Args:
+        scene: What is run.
+        steps: Of rows of several tokens; between them are some of one token.
+        native: Which part of them is by the native op.
+    """
+    run = Run(scene)
+    for step in range(steps):
+        run.step(native=run.uniform() < native)
+        if step % 5 == 4:
+            run.step(most=1)
+        run.happen()
+    for sequence in run.alive:
+        if sequence.parked is not None:
+            run.resume(sequence)
+        if not sequence.kept:
+            run.drain(sequence)
+        run.check(sequence)
+    return run
+
+
 def agree(found: Tensor, wanted: Tensor) -> None:
     """Values (..., n) of fp32, as exact as the largest of their last dimension is."""
     scale = 1.0 + wanted.abs().amax(-1, keepdim=True) if wanted.numel() else 1.0

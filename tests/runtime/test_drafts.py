@@ -18,7 +18,7 @@ from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 from replayssm_tune.runtime.rows import owned_tokens
 from replayssm_tune.tuner.trajectory import relative_rms
 from tests.runtime.calls import call, commit, copied, random_call
-from tests.runtime.drafts import Run, Scene, agree, spec_of
+from tests.runtime.drafts import Scene, agree, lives, spec_of
 from tests.runtime.folds import MATERIALIZE
 from tests.runtime.small_calls import CONTRACTS
 
@@ -125,23 +125,6 @@ def test_native_reference_agrees_with_golden_trajectory(
     torch.testing.assert_close(
         state[slot_index[:, 4]].double(), golden["state_final"], rtol=bound, atol=bound
     )
-
-
-def lives(scene: Scene, steps: int) -> Run:
-    """A run through so many steps of all kinds, and what there is of each sequence in the end."""
-    run = Run(scene)
-    for step in range(steps):
-        run.step(native=run.uniform() < 0.25)
-        if step % 5 == 4:
-            run.step(most=1)
-        run.happen()
-    for sequence in run.alive:
-        if sequence.parked is not None:
-            run.resume(sequence)
-        if not sequence.kept:
-            run.drain(sequence)
-        run.check(sequence)
-    return run
 
 
 @pytest.mark.parametrize("packed", [True, False])
