@@ -24,6 +24,9 @@ from .trajectory import Step
 
 COMPUTED_TOLERANCE = 1e-6
 """Relative error of computed fp32 entries; 16-bit ones may be off by a unit in the last place."""
+DOT_FACTOR = 4
+"""An fp32 u of drafts may be this many times as far off: it comes of dots, which add up products one after
+the other, and what they add up may cancel."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Append:
 def expected_append(spec: Spec, recurrence: Recurrence, pool: Pool, step: Step) -> Append:
     """What ``step`` must append to ``pool``, as it is before the launch; not for native specs.
 
-    A u of GDN is a difference, of v and of what the state recalls for k, and as exact as these are: its
-    unit is that of their RMS over the head's values where u itself is smaller. The state of a row that
-    flushes may be read before or after it is rounded: such a u may be off by a unit of that dtype more.
-    Tokens of one row meet the u of those before them as they are, not as the ring rounds them.
+    A u of GDN is a difference, of v and of what is recalled for k, by the old tokens and by the row's new
+    ones before it, and as exact as these three are: its unit is that of their RMS over the head's values
+    where u itself is smaller. The state of a row that flushes may be read before or after it is rounded:
+    such a u may be off by a unit of that dtype more. Tokens of one row meet the u of those before them as
+    they are, not as the ring rounds them.
     """
     token = step.token
     if spec.family != "gdn":
@@ -59,16 +63,12 @@ def expected_append(spec: Spec, recurrence: Recurrence, pool: Pool, step: Step) 
         none = torch.zeros_like(exact.decay)
         bounds = Entry(none[..., None], none[:, :1, None], COMPUTED_TOLERANCE * exact.decay.abs())
         return Append(exact.rounded(spec.ring_dtype)._replace(decay=exact.decay), bounds)
-    model = Oracle(_taken_in(spec, recurrence, pool, step.slots), recurrence)
-    state = model.state[step.row]
-    model.step(torch.arange(len(step.live), device=state.device), *token, count=step.count)
-    follows = (step.row[1:] == step.row[:-1]).nonzero()[:, 0]
-    state[follows + 1] = model.after[follows]
-    assert model.entry is not None
-    exact = model.entry
-    recalled = recurrence.entry(state, token._replace(x=torch.zeros_like(token.x))).x
-    scale = ((exact.x - recalled).abs() + recalled.abs()).square().mean(-1, keepdim=True).sqrt()
+    exact, by_old, by_new = _recalled(recurrence, _taken_in(spec, recurrence, pool, step.slots), step)
+    terms = (exact.x - by_old - by_new).abs() + by_old.abs() + by_new.abs()
+    scale = terms.square().mean(-1, keepdim=True).sqrt()
     x_bound = unit(torch.maximum(exact.x.abs(), scale), spec.ring_dtype)
+    if spec.verifies and spec.ring_dtype == "fp32":
+        x_bound = DOT_FACTOR * x_bound
     x_bound = x_bound + step.stores[step.row, None, None] * unit(scale, spec.state_dtype)
     decay_bound = COMPUTED_TOLERANCE * exact.decay.abs()
     if spec.qk_l2norm:
@@ -84,6 +84,26 @@ def unit(magnitude: Tensor, dtype: str) -> Tensor:
     info = torch.finfo(TORCH_DTYPES[dtype])
     exponent = torch.frexp(magnitude.clamp(min=info.smallest_normal)).exponent - 1
     return info.eps * torch.exp2(exponent.double())
+
+
+def _recalled(recurrence: Recurrence, old: Tensor, step: Step) -> tuple[Entry, Tensor, Tensor]:
+    """Exact entries of the new tokens, and what in their u is of old tokens and of new ones, (new, ...).
+
+    Args:
+        old: (live, heads, head_dim, state_size) fp64, states before the step.
+    """
+    model, token = Oracle(old, recurrence), step.token
+    model.step(torch.arange(len(old), device=old.device), *token, count=step.count)
+    exact = model.entry
+    assert exact is not None
+    begin = (step.count.cumsum(0) - step.count)[step.row]
+    sums = exact.decay.cumsum(0) - exact.decay
+    before = torch.exp(sums - sums[begin])[..., None, None] * old[step.row]
+    blank = token._replace(x=torch.zeros_like(token.x))
+    by_old = recurrence.entry(before, blank).x
+    follows = (step.row[1:] == step.row[:-1]).nonzero()[:, 0]
+    before[follows + 1] = model.after[follows]
+    return exact, by_old, recurrence.entry(before, blank).x - by_old
 
 
 def _taken_in(spec: Spec, recurrence: Recurrence, pool: Pool, slots: Tensor) -> Tensor:

@@ -32,8 +32,12 @@ FAULTS = {
     "dead entries are multiplied by 0": "outputs are not finite",
 }
 """Faults of verification of either family, and what the gate must find of each."""
-MAMBA2_FAULTS = {"decay between new tokens is left out": "output error"}
+MAMBA2_FAULTS = {
+    "the read-out is of bf16": "output error",
+    "decay between new tokens is left out": "output error",
+}
 GDN_FAULTS = {
+    "the read-out is of bf16": "ring u is inexact",
     "decay between new tokens is left out": "ring u is inexact",
     "u goes to the next tokens as 16 bits hold it": "ring u is inexact",
     "u does not know of the new tokens": "ring u is inexact",
@@ -209,7 +213,10 @@ def _replay(row: _Row, pool: Pool, out: Tensor) -> None:
 
     def history(r: Tensor) -> Tensor:
         by_head = row.by_head(r)
-        read = torch.einsum("hpn,ihn->ihp", old, by_head) * total[:, None]
+        values, vectors = old, by_head
+        if fault == "the read-out is of bf16":
+            values, vectors = old.bfloat16().float(), by_head.bfloat16().float()
+        read = torch.einsum("hpn,ihn->ihp", values, vectors) * total[:, None]
         score = torch.einsum("hjn,ihn->ihj", heads_of_b, by_head) * weight
         return read + torch.einsum("ihj,hjp->ihp", score, x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -239,6 +240,36 @@ def test_faults_have_the_names_of_their_family():
     assert "ring step sizes are inexact" in fault_names(spec_of("mamba2"))
 
 
+def test_a_new_u_is_as_exact_as_what_it_is_the_difference_of():
+    """One row, one direction: the second token recalls from the state and from the first, which cancel."""
+    spec = dataclasses.replace(
+        eager_verify.spec_of("gdn", "verify", 2, 4, DTYPES[0]), state_size=1, head_dim=1, heads_per_group=1
+    )
+    scene = Trajectory(
+        spec,
+        heads=1,
+        sequences=1,
+        padded_rows=0,
+        steps=1,
+        ring_len=0,
+        attend=1.0,
+        packed=0.0,
+        rates=(1e-9, 1e-8),
+    )
+    pool, (step,) = scene.pool(), list(scene)
+    step.B.fill_(1.0)
+    assert step.beta is not None
+    step.beta.fill_(0.0)  # halves
+    step.x[:] = torch.tensor([0.0, 16.0])[:, None, None]
+    pool.state.fill_(1024.0)
+    append = appends.expected_append(spec, scene.recurrence, pool, step)
+    # The first recalls 1024, halved; the second as much from the state, and -512 from the first.
+    values, terms = torch.tensor([[-512.0, 8.0 - 512.0 + 256.0], [512.0, 8.0 + 512.0 + 256.0]]).double()
+    torch.testing.assert_close(append.entry.x.flatten(), values, rtol=1e-6, atol=0)
+    bounds = append.tolerance.x.flatten() / (appends.DOT_FACTOR * appends.COMPUTED_TOLERANCE)
+    torch.testing.assert_close(bounds, terms, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_unit_is_one_in_the_last_place(dtype):
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -250,13 +281,16 @@ def test_a_unit_is_one_in_the_last_place(dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[1]], ids="-".join)
-def test_an_expected_append_is_what_the_oracle_adds(kind, dtypes):
+@pytest.mark.parametrize("op", ["step", "verify"])
+def test_an_expected_append_is_what_the_oracle_adds(kind, dtypes, op):
     """Before the first step the pool holds what the ideal has taken in: there the two agree."""
-    scene = Trajectory(spec_of(kind, dtypes), heads=4, steps=1, attend=1.0)
+    spec = spec_of(kind, dtypes) if op == "step" else eager_verify.spec_of(kind, op, 4, 6, dtypes)
+    scene = Trajectory(spec, heads=4, steps=1, attend=1.0)
     pool, (step,) = scene.pool(), list(scene)
     append = appends.expected_append(scene.spec, scene.recurrence, pool, step)
     exact = append.entry.rounded(scene.spec.ring_dtype)
     assert [int(count) for count in append.wrong(exact)] == [0, 0, 0]
     torch.testing.assert_close(append.entry.decay, step.delta, rtol=1e-12, atol=0)
+    assert len(append.entry.x) == len(step.new) >= len(step.live)
     shifted = exact._replace(x=exact.x + 2 * append.tolerance.x + 1e-9)
     assert [int(count) for count in append.wrong(shifted)] == [0, 0, exact.x.numel()]
