@@ -119,11 +119,9 @@ class Gate:
         """Counts of wrong values after one launch, by :func:`fault_names`; stays on the device."""
         allowed = pool.writable(step.targets, step.stores[step.row], step.append)
         touched = ((pool.storage != before) & ~allowed).sum()
-        nobodys = torch.ones(len(out), dtype=torch.bool, device=out.device)
-        nobodys[step.new] = nobodys[step.padded] = False
-        # Tokens that no row owns may be left as they are.
-        written = (out[nobodys] != 0) & ~torch.isnan(out[nobodys])
-        nonzero = (out[step.padded] != 0).sum() + written.sum()
+        others = torch.ones(len(out), dtype=torch.bool, device=out.device)
+        others[step.new] = False
+        nonzero = (out[others] != 0).sum()
         infinite = (~torch.isfinite(out[step.new])).sum()
         rings = () if append is None else append.wrong(pool.entry(step.targets, step.append))
         return torch.stack([touched, nonzero, infinite, *rings])

@@ -66,10 +66,9 @@ class Step:
     """(live,) int64: tokens of the row."""
     stores: Tensor
     """(live,) bool: the launch writes the state."""
-    padded: Tensor
-    """(padded,) int64: tokens of rows that are padding; their outputs are zeros."""
     new: Tensor
-    """(new,) int64: tokens of live rows. The tensors below have one entry per such token."""
+    """(new,) int64: tokens of live rows; outputs of others are zeros. The tensors below have one entry per
+    such token."""
     row: Tensor
     """(new,) int64: whose it is, an index into ``live``."""
     targets: Tensor
@@ -105,7 +104,6 @@ class _Rows:
     accepted: Tensor
     live: Tensor
     count: Tensor
-    padded: Tensor
     new: Tensor
     row: Tensor
     sequence: Tensor
@@ -294,7 +292,6 @@ class Trajectory:
                 slots=slots,
                 count=rows.count,
                 stores=stores,
-                padded=rows.padded,
                 new=rows.new,
                 row=rows.row,
                 targets=targets,
@@ -388,7 +385,6 @@ class Trajectory:
             live=live.nonzero()[:, 0],
             sequence=sequence[live],
             count=count[live],
-            padded=(~live[owner]).nonzero()[:, 0],
             new=new,
             row=(live.long().cumsum(0) - 1)[owner[new]],
             place=place[new],

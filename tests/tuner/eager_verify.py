@@ -29,6 +29,7 @@ FAULTS = {
     "rows begin at multiples of num_tokens": BYTES,
     "a token beyond the row is read": "output",
     "padded rows write nothing": ZEROS,
+    "tokens beyond the last row are left as they are": ZEROS,
     "dead entries are multiplied by 0": "outputs are not finite",
 }
 """Faults of verification of either family, and what the gate must find of each."""
@@ -46,6 +47,7 @@ GDN_FAULTS = {
     "gates are summed": "ring gates are inexact",
 }
 NATIVE_FAULTS = {
+    "tokens beyond the last row are left as they are": ZEROS,
     "rows start from their first slot": "output",
     "all slots get the last state": "state error",
     "states go past the count": BYTES,
@@ -58,7 +60,7 @@ NATIVE_FAULTS = {
 
 
 def launch(scene: Trajectory, pool: Pool, step: Step, fault: str = "") -> Tensor:
-    """Outputs of one step of ``scene`` on ``pool``; NaN where nothing is written."""
+    """Outputs of one step of ``scene`` on ``pool``."""
     spec, out = scene.spec, torch.full_like(step.x, float("nan"))
     rows, most = step.slot_index.shape[0], spec.num_tokens
     bounds = step.query_start
@@ -76,6 +78,8 @@ def launch(scene: Trajectory, pool: Pool, step: Step, fault: str = "") -> Tensor
             continue
         run = _native if spec.is_native else _replay
         run(_Row(scene, step, row, begin, end, fault), pool, out)
+    if fault != "tokens beyond the last row are left as they are":
+        out[int(bounds[-1]) :] = 0
     return out
 
 

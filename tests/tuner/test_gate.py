@@ -142,25 +142,6 @@ def assert_refused(verdict, reason):
         assert verdict.reason.startswith(reason)
 
 
-def test_what_is_written_beyond_the_last_row_is_found():
-    gate = verified_gate("mamba2", "verify", 3, 5)
-
-    def launch(pool, step):
-        out = eager_verify.launch(gate.trajectory, pool, step)
-        out[len(step.new) + len(step.padded) :] = 1.0
-        return out
-
-    assert gate.judge(launch).reason.startswith(eager_verify.ZEROS)
-    assert gate.judge(functools.partial(zeroing_the_tail, gate.trajectory)).passed
-
-
-def zeroing_the_tail(scene, pool, step):
-    """As the op has it: what nobody owns is zero, too."""
-    out = eager_verify.launch(scene, pool, step)
-    out[len(step.new) + len(step.padded) :] = 0.0
-    return out
-
-
 @pytest.mark.parametrize("num_tokens", [1, 2, 16])
 def test_the_interpreted_check_has_rows_of_several_tokens(num_tokens):
     spec = eager_verify.spec_of("gdn", "verify", num_tokens, 16, DTYPES[1])

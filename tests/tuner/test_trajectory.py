@@ -159,9 +159,6 @@ def test_rows_of_several_tokens(spec: Spec, op: str, num_tokens: int, window: in
         live = dict(zip(step.live.tolist(), range(len(step.live)), strict=True))
         first = step.slot_index.reshape(scene.rows, -1)[:, 0].tolist()
         assert step.new.tolist() == [token for row in step.live.tolist() for token in rows[row]]
-        assert step.padded.tolist() == [
-            token for row in range(scene.rows) if row not in live for token in rows[row]
-        ]
         assert step.row.tolist() == [live[row] for row in step.live.tolist() for _ in rows[row]]
         assert step.count.tolist() == [len(rows[row]) for row in step.live.tolist()]
         for row, tokens in enumerate(rows):
