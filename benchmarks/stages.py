@@ -58,7 +58,14 @@ class Stage:
 
 _RING = ("ring_x", "ring_b", "fold_b", "ring_delta", "later_delta", "ring_gate", "later_gate")
 _OUTPUT = ("out_head_ptr", "out_ptrs")
-_APPENDS = ("ring_x_head_ptr", "ring_x_heads_ptr", "ring_x_ptrs", "ring_b_group_ptr", "new_decay_ptr")
+_APPENDS = (
+    "ring_x_head_ptr",
+    "ring_x_heads_ptr",
+    "ring_x_ptrs",
+    "ring_b_group_ptr",
+    "new_decay_ptr",
+    "new_decay_ptrs",
+)
 _SCORE = "(j + 1).to(tl.float32)"
 _SCORES = "(j[:, None] + i[None, :] + 1).to(tl.float32)"
 _PAIR_SCORES = "(m[:, None] + i[None, :] + 1).to(tl.float32)"

@@ -7,12 +7,14 @@ each stands between ``<!-- catalogue:begin NAME -->`` and ``<!-- catalogue:end -
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ..runtime.plan import PLAN_ROLES
 from .regions import REGIONS
 from .space import AXES, CONSTRAINTS
 from .targets import GPUS, KIB, LIMITS, MIB
@@ -82,8 +84,10 @@ def regions_table() -> str:
     rows = []
     for region in REGIONS:
         structure = ", ".join(f"{name} {value}" for name, value in region.structure.items())
-        rows.append((", ".join(region.roles), structure or "late load, inline", region.doc))
-    return _table(("roles", "structure", "why"), rows)
+        ops = (op for op in region.ops if set(region.roles) & set(itertools.chain(*PLAN_ROLES[op])))
+        roles = ", ".join(region.roles)
+        rows.append((", ".join(ops), roles, structure or "late load, inline", region.doc))
+    return _table(("ops", "roles", "structure", "why"), rows)
 
 
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
