@@ -55,7 +55,7 @@ def gdn_step(
     it: one, or several of which a draft model has guessed all but the first. The ring holds u, k and g, so
     that replaying it has no serial dependency. A row flushes iff it has a token and
     ``ring_len + num_tokens > window``: its ring tokens are folded into ``state``. New tokens are appended to
-    the ring either way. Cursors are only read; :func:`commit` moves them, once per step after the last
+    the ring either way. Cursors are only read; :func:`.ops.commit` moves them, once per step after the last
     layer, by the tokens that are kept, and that is all there is to rejecting the others. Between a flushing
     step and its commit nothing else may read the slot.
 

@@ -53,8 +53,8 @@ def mamba2_step(
     for each new token of a row after those before it: one, or several of which a draft model has guessed all
     but the first. A row flushes iff it has a token and ``ring_len + num_tokens > window``: its ring tokens
     are folded into ``state``. New tokens are appended to the ring either way. Cursors are only read;
-    :func:`commit` moves them, once per step after the last layer, by the tokens that are kept, and that is
-    all there is to rejecting the others. Between a flushing step and its commit nothing else may read the
+    :func:`.ops.commit` moves them, once per step after the last layer, by the tokens that are kept, and that
+    is all there is to rejecting the others. Between a flushing step and its commit nothing else may read the
     slot.
 
     Tokens of all rows lie one after the other. Row r owns tokens ``r num_tokens`` to
@@ -201,11 +201,11 @@ def mamba2_materialize(
     Per row ``S = exp(A * sum of delta) S_source + sum_j delta_j exp(A * sum of deltas after j) x_j B_j^T``
     over the oldest ``prefix`` tokens of the source's ring: what a flush would store, were they the whole
     ring. Only states of destinations are written; cursors and rings are read, of sources alone. Whoever
-    makes a destination a sequence of its own empties its ring by :func:`reset`. States older than the last
-    flush cannot be had back: who needs one materialises it before.
+    makes a destination a sequence of its own empties its ring by :func:`.ops.reset`. States older than the
+    last flush cannot be had back: who needs one materialises it before.
 
     A row whose destination is its source folds all its tokens, and its ring must then be emptied by
-    :func:`drained`, once, after the last layer: until then nothing else may read the slot. Of a shorter
+    :func:`.ops.drained`, once, after the last layer: until then nothing else may read the slot. Of a shorter
     prefix the later tokens would have to move; that is refused.
 
     Destinations are distinct, and none is the source of another row: programs run in any order. A source may

@@ -22,6 +22,12 @@ P80 = Spec("mamba2", "step", 80, 128, 12, 16)
 GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
 GDN_BF16 = replace(GDN, state_dtype="bf16")
 
+
+def drafts(spec: Spec, num_tokens: int = 4) -> Spec:
+    """The spec of the same layer where rows have up to so many tokens."""
+    return replace(spec, op="verify", num_tokens=num_tokens)
+
+
 CACHES = ("state", "ring_x", "ring_b", "ring_decay")
 CURSORS = ("ring_start", "ring_len")
 GDN_CACHES = {"ring_u": "ring_x", "ring_k": "ring_b", "ring_g": "ring_decay"}

@@ -46,12 +46,24 @@ def make_spec(op: str = "step", family: str = "mamba2", **changes: object) -> Sp
     else:
         fields |= changes
     spec = Spec(family, "step", **fields)
-    return spec.native if op == "native_step" else spec
+    if op.endswith("verify"):
+        spec = replace(spec, op="verify", num_tokens=min(3, spec.window))
+    return spec.native if op.startswith("native") else spec
 
 
 STEPS: dict[str, dict[str, Callable[..., Tensor]]] = {
-    "mamba2": {"step": ops.mamba2_step, "native_step": ops.mamba2_native_step},
-    "gdn": {"step": ops.gdn_step, "native_step": ops.gdn_native_step},
+    "mamba2": {
+        "step": ops.mamba2_step,
+        "native_step": ops.mamba2_native_step,
+        "verify": ops.mamba2_step,
+        "native_verify": ops.mamba2_native_verify,
+    },
+    "gdn": {
+        "step": ops.gdn_step,
+        "native_step": ops.gdn_native_step,
+        "verify": ops.gdn_step,
+        "native_verify": ops.gdn_native_verify,
+    },
 }
 
 
@@ -69,21 +81,26 @@ def launch(trajectory: Trajectory, pool: Pool, step: Step, out: Tensor | None = 
     else:
         given |= {"x": step.x, "dt": step.dt, "B": step.B, "C": step.C, "z": step.z}
         given |= {"A": trajectory.A, "D": trajectory.D, "dt_softplus": spec.dt_softplus}
-    if spec.op == "native_step":
-        given["state"] = pool.state
+    if spec.verifies:
+        given["query_start"] = step.query_start
+    if spec.is_native:
+        given |= {"state": pool.state} | ({"accepted": step.previous} if spec.verifies else {})
     else:
         given |= {"window": spec.window, **cache_of(pool, spec).tensors()}
+        given |= {"num_tokens": spec.num_tokens} if spec.verifies else {}
     return STEPS[spec.family][spec.op](**given)
 
 
 def commit(trajectory: Trajectory, pool: Pool, step: Step) -> None:
-    if trajectory.spec.op == "step":
+    if not trajectory.spec.is_native:
         ops.commit(
             step.accepted,
             ring_start=pool.ring_start,
             ring_len=pool.ring_len,
             slot_index=step.slot_index,
             window=trajectory.spec.window,
+            num_tokens=trajectory.spec.num_tokens,
+            query_start=step.query_start,
             capacity=pool.capacity,
             null_slot=trajectory.null_slot,
         )
@@ -106,21 +123,21 @@ def run(trajectory: Trajectory, pool: Pool | None = None) -> Errors:
         out = torch.full_like(step.x, float("nan"))
         launch(trajectory, pool, step, out)
 
-        padded = torch.ones(trajectory.rows, dtype=torch.bool, device=out.device)
-        padded[step.live] = False
-        assert torch.equal(out[padded], torch.zeros_like(out[padded]))
+        nobodys = torch.ones(len(out), dtype=torch.bool, device=out.device)
+        nobodys[step.new] = False
+        assert torch.equal(out[nobodys], torch.zeros_like(out[nobodys]))
         changed = pool.storage != before
-        assert not (changed & ~pool.writable(step.slots, step.stores, step.append)).any()
+        assert not (changed & ~pool.writable(step.targets, step.stores[step.row], step.append)).any()
         assert torch.equal(pool.ring_start, start)
         assert torch.equal(pool.ring_len, length)
         if append is not None:
             # Copied inputs to the bit, computed entries as exactly as their dtype allows.
-            assert not any(append.wrong(pool.entry(step.slots, step.append)))
+            assert not any(append.wrong(pool.entry(step.targets, step.append)))
         commit(trajectory, pool, step)
-        stored = pool.state[step.slots[step.stores]].double()
+        stored = pool.state[step.stored_slots].double()
         if len(stored):
             by_launch.append(relative_rms(stored, step.stored))
-        y = out[step.live].double()
+        y = out[step.new].double()
         collected.append((y, step.y, step.ideal_y, stored, step.stored, step.ideal_stored))
     y, expected, ideal_y, state, stored, ideal_stored = (
         torch.cat(part) for part in zip(*collected, strict=True)
@@ -167,7 +184,7 @@ def driver(family: str) -> Driver:
     return Driver(make_spec=functools.partial(make_spec, family=family))
 
 
-@pytest.fixture(params=["step", "native_step"])
+@pytest.fixture(params=["step", "native_step", "verify", "native_verify"])
 def op(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -19,6 +19,7 @@ from replayssm_tune.runtime.plan import Plan, Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.interpreted import small_plan
 from tests.runtime.calls import call, copied, random_call
+from tests.runtime.drafts import Scene, lives
 from tests.runtime.folds import fold
 
 
@@ -70,16 +71,15 @@ def largest_differences(
     """
     torch.set_num_threads(1)
     spec = Spec.parse(spec_key)
+    assert not packed or spec.verifies
     given = random_call(
         spec, 5, 2 * spec.heads_per_group, "cpu", slots=5 * spec.num_tokens + 2, packed=packed, seed=2
     )
     given["slot_index"][1] = -1
     if packed:
         # A row of padding with tokens, one without a token, and tokens that nobody owns.
-        counts = given["query_start"].diff()
-        assert counts[1] > 0
-        assert counts.min() == 0
-        assert given["query_start"][-1] < len(given["v" if spec.family == "gdn" else "x"])
+        most = spec.num_tokens
+        given["query_start"] = torch.tensor([0, most, 1, 0, 1, most]).cumsum(0).int()
     expected = copied(given)
     expected["out"] = call(expected)
     given["out"] = torch.full_like(expected["out"], float("nan"))
@@ -90,6 +90,23 @@ def largest_differences(
         for name, value in expected.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
+
+
+def lives_of_drafts(family: str, folder: str, packed: bool, split: bool) -> dict[str, int]:
+    """Sequences through all ops by their kernels; see :func:`.drafts.lives`.
+
+    Args:
+        family: Of the scene.
+        folder: For rendered modules.
+        packed: Rows vary in their tokens.
+        split: See :func:`as_on_a_gpu`.
+
+    Returns:
+        How often what it is about has happened.
+    """
+    scene = Scene(family, 4, 3, packed, sequences=5, padded_rows=1, events=0.18, seed=6)
+    with as_on_a_gpu(folder, split):
+        return dict(lives(scene, 10, native=0.3).met)
 
 
 def folds(spec_key: str, index_dtype: str, gap_bytes: int, split: bool, folder: str) -> dict[str, float]:

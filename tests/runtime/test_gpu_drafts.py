@@ -6,7 +6,6 @@ Tests with a device run on CPUs too, through the eager reference, so that they a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +14,19 @@ import torch
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import relative_rms
-from tests.runtime.calls import GDN, GDN_BF16, P64, P64_BF16, call, captured, commit, copied, random_call
+from tests.runtime.calls import (
+    GDN,
+    GDN_BF16,
+    P64,
+    P64_BF16,
+    call,
+    captured,
+    commit,
+    copied,
+    drafts,
+    random_call,
+)
 from tests.runtime.drafts import Scene, lives
-
-
-def drafts(spec: Spec, num_tokens: int = 4) -> Spec:
-    return replace(spec, op="verify", num_tokens=num_tokens)
-
 
 families = pytest.mark.parametrize("spec", [P64, GDN], ids=["mamba2", "gdn"])
 small_states = pytest.mark.parametrize("spec", [P64_BF16, GDN_BF16], ids=["mamba2", "gdn"])

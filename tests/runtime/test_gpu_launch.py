@@ -33,11 +33,16 @@ from tests.runtime.calls import (
     captured,
     commit,
     copied,
+    drafts,
     random_call,
 )
 
 # Kernels of GDN are rendered where none ship: tests with a spec take the fixture `renders`.
-small_states = pytest.mark.parametrize("spec", [P64_BF16, GDN_BF16], ids=["mamba2", "gdn"])
+small_states = pytest.mark.parametrize(
+    "spec",
+    [P64_BF16, GDN_BF16, drafts(P64_BF16, 3), drafts(GDN_BF16, 3)],
+    ids=["mamba2", "gdn", "mamba2-drafts", "gdn-drafts"],
+)
 
 
 @pytest.fixture(scope="session")

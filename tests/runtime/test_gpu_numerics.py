@@ -30,6 +30,7 @@ from tests.runtime.calls import (
     call,
     commit,
     copied,
+    drafts,
     random_call,
 )
 
@@ -60,6 +61,19 @@ SCENES: dict[str, tuple[Spec, dict[str, Any]]] = {
     "gdn-fp32-ring": (dataclasses.replace(GDN, ring_dtype="fp32"), {}),
     "gdn-odd": (GDN_ODD, {}),
     "gdn-odd-native": (GDN_ODD.native, {}),
+    "drafts-fp32": (drafts(P64), {}),
+    "drafts-bf16": (drafts(P64_BF16, 8), {"index_dtype": torch.int64, "null_slot": 3}),
+    "drafts-unaligned": (drafts(P64_BF16), {"gap_bytes": 4}),
+    "drafts-gated": (drafts(GATED_BF16, 2), {"null_slot": 0}),
+    "drafts-p80": (drafts(P80, 3), {}),
+    "drafts-native": (drafts(P64).native, {}),
+    "drafts-native-bf16": (drafts(GATED_BF16, 3).native, {"null_slot": 0, "index_dtype": torch.int64}),
+    "gdn-drafts-fp32": (drafts(GDN), {}),
+    "gdn-drafts-bf16": (drafts(GDN_BF16, 16), {"index_dtype": torch.int64, "null_slot": 3}),
+    "gdn-drafts-unaligned": (drafts(GDN_BF16), {"gap_bytes": 4}),
+    "gdn-drafts-odd": (drafts(GDN_ODD, 5), {}),
+    "gdn-drafts-native": (drafts(GDN).native, {"null_slot": 0}),
+    "gdn-drafts-odd-native": (drafts(GDN_ODD, 5).native, {}),
 }
 
 
@@ -91,8 +105,26 @@ def test_public_ops_pass_the_gate(driver: Any, device: str, renders: None, name:
 
 @pytest.mark.parametrize(
     "spec",
-    [EXACT, EXACT.native, GDN_EXACT, GDN_EXACT.native],
-    ids=["step", "native", "gdn-step", "gdn-native"],
+    [
+        EXACT,
+        EXACT.native,
+        drafts(EXACT),
+        drafts(EXACT).native,
+        GDN_EXACT,
+        GDN_EXACT.native,
+        drafts(GDN_EXACT),
+        drafts(GDN_EXACT).native,
+    ],
+    ids=[
+        "step",
+        "native",
+        "drafts",
+        "drafts-native",
+        "gdn-step",
+        "gdn-native",
+        "gdn-drafts",
+        "gdn-drafts-native",
+    ],
 )
 def test_fp32_is_exact_and_tf32_would_fail(driver: Any, device: str, renders: None, spec: Spec) -> None:
     scene = scene_of(spec, device)
@@ -102,7 +134,7 @@ def test_fp32_is_exact_and_tf32_would_fail(driver: Any, device: str, renders: No
     pool, outputs = scene.pool(), []
     for step in scene:
         rounded = dataclasses.replace(step, x=tf32(step.x), B=tf32(step.B), C=tf32(step.C))
-        outputs.append(driver.launch(scene, pool, rounded)[step.live])
+        outputs.append(driver.launch(scene, pool, rounded)[step.new])
         driver.commit(scene, pool, step)
     error = relative_rms(torch.cat(outputs), errors.expected)
     assert error > ERROR_FACTOR * errors.ideal_y + ERROR_FLOOR
@@ -127,6 +159,7 @@ def both(tile: Tile, **choices: str) -> Plan:
     return plan((Structure("both", **choices), tile))
 
 
+BY_DOTS = {"readout": "dot", "scores": "dot"}
 PLANS: dict[str, tuple[Spec, Plan]] = {
     "precomputed": (SMALL, both(Tile(16, 64, 64), coefficients="precomputed")),
     "masked-rows": (SMALL, both(Tile(64, 32, 32, heads_per_program=2))),
@@ -175,6 +208,25 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
     ),
     "gdn-native": (SMALL_GDN.native, plan((Structure("native"), Tile(16, 32)))),
     "gdn-odd": (GDN_ODD, both(Tile(16, 128, 64))),
+    "drafts": (drafts(SMALL), both(Tile(64, 64, 32, num_warps=2), **BY_DOTS)),
+    "drafts-precomputed": (
+        drafts(SMALL),
+        both(Tile(16, 64, 64, heads_per_program=2, num_warps=2), coefficients="precomputed", **BY_DOTS),
+    ),
+    "drafts-native": (drafts(SMALL).native, plan((Structure("native"), Tile(16, 64)))),
+    "gdn-drafts-inverse": (
+        drafts(SMALL_GDN),
+        plan(
+            (
+                Structure("nonflush", coefficients="precomputed", solve="inverse", **BY_DOTS),
+                Tile(32, 64, heads_per_program=2, num_warps=2),
+            ),
+            (Structure("flush", **BY_DOTS), Tile(16, 64, 32, num_warps=2)),
+        ),
+    ),
+    "gdn-drafts-tiles": (drafts(SMALL_GDN), both(Tile(16, 64, 32, num_warps=2), loop="tiles", **BY_DOTS)),
+    "gdn-drafts-odd": (drafts(GDN_ODD, 5), both(Tile(32, 128, 64, num_warps=2), **BY_DOTS)),
+    "gdn-drafts-native": (drafts(SMALL_GDN).native, plan((Structure("native"), Tile(16, 64)))),
 }
 
 
@@ -211,8 +263,30 @@ def test_structures_pass_the_gate(name: str, gates: dict[Spec, Gate], module_sou
 
 @pytest.mark.parametrize(
     "spec",
-    [P64, P64_BF16, P64_BF16.native, GDN, GDN_BF16, GDN.native],
-    ids=["fp32", "bf16", "native", "gdn-fp32", "gdn-bf16", "gdn-native"],
+    [
+        P64,
+        P64_BF16,
+        P64_BF16.native,
+        drafts(P64),
+        drafts(P64_BF16).native,
+        GDN,
+        GDN_BF16,
+        GDN.native,
+        drafts(GDN_BF16),
+        drafts(GDN).native,
+    ],
+    ids=[
+        "fp32",
+        "bf16",
+        "native",
+        "drafts",
+        "drafts-native",
+        "gdn-fp32",
+        "gdn-bf16",
+        "gdn-native",
+        "gdn-drafts",
+        "gdn-drafts-native",
+    ],
 )
 def test_launches_from_the_same_memory_agree(device: str, renders: None, spec: Spec) -> None:
     """At a batch that fills the GPU, with rows of both branches in one launch."""
@@ -231,7 +305,7 @@ def test_launches_from_the_same_memory_agree(device: str, renders: None, spec: S
             assert torch.equal(tensor, expected)
     assert all(bool(tensor.isfinite().all()) for tensor in first)
     stored = (first[1] != saved["state"]).flatten(1).any(1)
-    assert int(stored.sum()) == (rows if spec.op == "native_step" else rows // 2)
+    assert int(stored.sum()) == (rows * spec.num_tokens if spec.is_native else rows // 2)
 
 
 LONG = Spec("mamba2", "step", 16, 32, 2, 8)

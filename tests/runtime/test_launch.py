@@ -53,6 +53,31 @@ def test_launches_agree_with_the_reference(name: str, native: bool, tmp_path: Pa
     assert max(found.values()) < 1e-4, found
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("num_tokens", "packed"), [(2, False), (1, True), (3, True)])
+@pytest.mark.parametrize("name", SPECS)
+def test_launches_of_drafts_agree_with_the_reference(
+    name: str, num_tokens: int, packed: bool, native: bool, tmp_path: Path
+) -> None:
+    """As those of one token; rows of padding, without tokens, and tokens that no row owns."""
+    spec = replace(SPECS[name], op="verify", num_tokens=num_tokens)
+    spec = spec.native if native else spec
+    found = run_interpreted("tests.runtime.launched:largest_differences", spec.key, str(tmp_path), packed)
+    assert {"out", "state"} <= {*found}
+    assert max(found.values()) < 1e-4, found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+def test_lives_of_sequences_by_kernels(family: str, packed: bool, tmp_path: Path) -> None:
+    """Every op of a server's step, one after the other on the same caches, beside the recurrence."""
+    met = run_interpreted("tests.runtime.launched:lives_of_drafts", family, str(tmp_path), packed, packed)
+    assert min(met["ring"], met["rejected"]) >= 15
+    assert min(met["flushed"], met["native"]) >= 1
+
+
 RINGS = [
     {"activation_dtype": "fp32", "ring_dtype": "fp32", "state_dtype": "fp32"},
     {"activation_dtype": "fp16", "ring_dtype": "fp16", "state_dtype": "fp32"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,14 @@ def test_extreme_decays_in_random_order(driver: Any, op: str) -> None:
     assert driver.passes_gate(errors), errors
 
 
+def one_row(op: str) -> dict[str, Any]:
+    """Slot 0 as the only row, with one token."""
+    zero = torch.zeros(1, dtype=torch.int32)
+    if op == "native_verify":
+        return {"slot_index": zero[:, None], "accepted": zero + 1}
+    return {"slot_index": zero} | ({"query_start": torch.arange(2).int()} if op == "verify" else {})
+
+
 SOFTPLUS_ENDS = [-100.0, 0.0, 19.9, 20.0, 20.1, 88.0, 100.0, 1e4]
 
 
@@ -120,13 +129,13 @@ def test_step_sizes_at_the_ends_of_softplus(op: str, bias: float | None) -> None
     dt_bias = None if bias is None else torch.full((heads,), bias)
     x, B, C = torch.ones(1, heads, 1), torch.ones(1, 1, 1), torch.ones(1, 1, 1)
     state = torch.zeros(1, heads, 1, 1)
-    common = {"state": state, "slot_index": torch.zeros(1, dtype=torch.int32), "dt_bias": dt_bias}
+    common: dict[str, Any] = {"state": state, "dt_bias": dt_bias}
     A = -torch.ones(heads)
-    if op == "native_step":
-        y = ops.mamba2_native_step(x, dt, A, B, C, **common)  # type: ignore[arg-type]
+    if op.startswith("native"):
+        y = getattr(ops, f"mamba2_{op}")(x, dt, A, B, C, **one_row(op), **common)
     else:
         y = ops.mamba2_step(
-            x, dt, A, B, C, **common, window=1,  # type: ignore[arg-type]
+            x, dt, A, B, C, **one_row(op), **common, window=1,
             ring_x=torch.zeros(1, heads, 2, 1), ring_b=torch.zeros(1, 1, 2, 1),
             ring_decay=torch.zeros(1, heads, 2),
             ring_start=torch.zeros(1, dtype=torch.int32), ring_len=torch.zeros(1, dtype=torch.int32),
@@ -148,13 +157,12 @@ def test_gates_at_the_ends_of_softplus(op: str, A_log: float, bias: float | None
         "q": torch.ones(1, 1, 1), "k": torch.zeros(1, 1, 1), "v": torch.zeros(1, heads, 1), "a": a,
         "b": torch.zeros(1, heads), "A_log": torch.full((heads,), A_log), "state": torch.ones(1, heads, 1, 1),
         "dt_bias": None if bias is None else torch.full((heads,), bias), "qk_l2norm": False,
-        "slot_index": torch.zeros(1, dtype=torch.int32),
-    }  # fmt: skip
+    } | one_row(op)  # fmt: skip
     biased = (a + (bias or 0.0))[0].double()
     exact = torch.stack([v.clamp(min=0) + torch.log1p(torch.exp(-v.abs())) for v in biased])
     g = -math.exp(A_log) * exact
-    if op == "native_step":
-        y = ops.gdn_native_step(**given)
+    if op.startswith("native"):
+        y = getattr(ops, f"gdn_{op}")(**given)
     else:
         ring_g = torch.zeros(1, heads, 2)
         y = ops.gdn_step(
@@ -182,18 +190,21 @@ def test_fp16_outputs_overflow_to_infinity_and_states_stay_right(driver: Any, fa
 def test_padded_rows_touch_nothing(driver: Any, op: str, live: int) -> None:
     """Rows beyond the live ones hold stale inputs; both sentinels mark them."""
     scene = Trajectory(
-        driver.make_spec(op), heads=2, sequences=6, padded_rows=0, attend=1.0, null_slot=0, steps=1
-    )
+        driver.make_spec(op), heads=2, sequences=6, padded_rows=0, attend=1.0, packed=0.0, null_slot=0,
+        steps=1,
+    )  # fmt: skip
     pool = scene.pool()
     (step,) = scene
-    step.slot_index[live:] = torch.tensor([-1, 0] * 3)[: 6 - live]
+    step.slot_index.view(6, -1)[live:, 0] = torch.tensor([-1, 0] * 3)[: 6 - live]
     before = pool.storage.clone()
     out = torch.full_like(step.x, math.nan)
     driver.launch(scene, pool, step, out)
-    allowed = pool.writable(step.slots[:live], step.stores[:live], step.append[:live])
+    new = live * scene.spec.num_tokens
+    stores = step.stores[step.row]
+    allowed = pool.writable(step.targets[:new], stores[:new], step.append[:new])
     assert not ((pool.storage != before) & ~allowed).any()
-    assert torch.equal(out[live:], torch.zeros_like(out[live:]))
-    torch.testing.assert_close(out[:live].double(), step.y[:live], rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[new:], torch.zeros_like(out[new:]))
+    torch.testing.assert_close(out[:new].double(), step.y[:new], rtol=1e-4, atol=1e-5)
     lengths = pool.ring_len.clone()
     driver.commit(scene, pool, step)
     moved = (pool.ring_len != lengths).nonzero()[:, 0].tolist()
@@ -201,8 +212,10 @@ def test_padded_rows_touch_nothing(driver: Any, op: str, live: int) -> None:
 
 
 def test_slot_zero_is_live_without_a_null_slot(driver: Any, op: str) -> None:
-    scene = Trajectory(driver.make_spec(op), heads=2, sequences=4, slots=4, steps=12)
-    assert 0 in scene.slot_of.tolist()
+    spec = driver.make_spec(op)
+    slots = 4 * (spec.num_tokens if spec.is_native else 1)
+    scene = Trajectory(spec, heads=2, sequences=4, slots=slots, steps=12)
+    assert 0 in scene.slot_of.flatten().tolist()
     assert driver.passes_gate(driver.run(scene))
 
 
@@ -220,13 +233,11 @@ def test_same_memory_gives_the_same_bits(driver: Any, op: str) -> None:
 
 
 def test_no_rows(driver: Any, op: str) -> None:
-    scene = Trajectory(driver.make_spec(op), heads=2, sequences=1, padded_rows=0, steps=1)
+    scene = Trajectory(driver.make_spec(op), heads=2, sequences=1, padded_rows=0, packed=0.0, steps=1)
     pool = scene.pool()
     (step,) = scene
-    gdn = () if step.beta is None else ("beta",)
-    empty = type(step)(
-        **{**vars(step), **{n: getattr(step, n)[:0] for n in ("x", "dt", "B", "C", "slot_index", *gdn)}}
-    )
+    inputs = {n: getattr(step, n) for n in ("x", "dt", "B", "C", "slot_index", "beta", "previous")}
+    empty = replace(step, **{n: value[:0] for n, value in inputs.items() if value is not None})
     before = pool.storage.clone()
     assert driver.launch(scene, pool, empty).shape == (0, 2, 8)
     assert torch.equal(pool.storage, before)
