@@ -36,27 +36,35 @@ class Skip:
     Args:
         op: The adapter, in messages.
         D: (heads, head_dim) or None.
-        z: (rows, heads, head_dim) or None.
+        z: As x, or None.
+        x: (rows, heads, head_dim).
+
+    Raises:
+        ArgumentError: D or z has another shape.
     """
 
-    def __init__(self, op: str, D: Tensor | None, z: Tensor | None) -> None:
+    def __init__(self, op: str, D: Tensor | None, z: Tensor | None, x: Tensor) -> None:
+        self._x = x
         self._outside: tuple[Tensor, Tensor | None] | None = None
         self.inside: dict[str, Any] = {"D": None, "z": None if z is None else packed(z)}
         """What the kernel is given."""
+        if z is not None:
+            expect_shape(op, "z", z, tuple(x.shape))
         if D is None:
             return
+        expect_shape(op, "D", D, tuple(x.shape[1:]))
         if D.stride(-1) == 0 or D.shape[-1] == 1:
             self.inside["D"] = packed(tied(op, "D", D))
         else:
             # z gates what D adds, so that both wait for the kernel.
             self._outside = D, self.inside.pop("z")
 
-    def applied(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output, of the kernel's; both (rows, heads, head_dim)."""
+    def applied(self, y: Tensor) -> Tensor:
+        """The output, of the kernel's."""
         if self._outside is None:
             return y
         D, z = self._outside
-        value = y.float() + D.float() * x.float()
+        value = y.float() + D.float() * self._x.float()
         if z is not None:
             value *= torch.nn.functional.silu(z.float())
         return value.to(y.dtype)
@@ -219,7 +227,7 @@ def _standard(
             :rows
         ]
         padding = (indices == null_block_id) | (indices < 0)
-    skip = Skip(op, D, z)
+    skip = Skip(op, D, z, x)
     inputs: dict[str, Any] = {
         "x": packed(x),
         "dt": packed(tied(op, "dt", dt)),
@@ -246,7 +254,7 @@ def _standard(
         functools.partial(ops.mamba2_native_step, **inputs),
         functools.partial(ops.mamba2_materialize, inputs["A"], state=state, **rings),
     )
-    done = keep_where(out, skip.applied(y, x), ~padding)
+    done = keep_where(out, skip.applied(y), ~padding)
     return done.squeeze(1) if one_head else done
 
 
@@ -335,7 +343,7 @@ def selective_state_update_replayssm_spec(
     ring_x, ring_b = torch.split(post_conv_cache, [d_inner, keys], 2)
     x, dt = x.view(tokens, heads, head_dim), dt_spec.to(dt_cache.dtype)
     bias = dt_bias if dt_bias is None or dt_bias.dim() == 1 else tied(op, "dt_bias", dt_bias)
-    skip = Skip(op, D, z)
+    skip = Skip(op, D, z, x)
     # The ops' rings hold dt as the recurrence uses it: made anew of what the cache holds, for these slots.
     raw = at_rows(dt_cache, slot)
     delta = raw.float() if bias is None else raw.float() + bias.float()[:, None]
@@ -369,4 +377,4 @@ def selective_state_update_replayssm_spec(
     if tokens:
         put_rows(dt_cache, slot, torch.where(new[:, None], dt[token].transpose(1, 2), raw))
     live = torch.cat([slot >= 0, slot.new_zeros(1, dtype=torch.bool)])
-    return keep_where(out, skip.applied(y, x), live[rows_of_tokens(query_start, tokens)])
+    return keep_where(out, skip.applied(y), live[rows_of_tokens(query_start, tokens)])

@@ -275,6 +275,8 @@ def test_mamba2_the_call_that_refusals_change_is_legal() -> None:
         ({"A": -torch.ones(HEADS, HEAD_DIM, STATE_SIZE)}, "A has a value for every element"),
         ({"dt_bias": torch.zeros(HEADS, HEAD_DIM)}, "dt_bias has a value for every element"),
         ({"out": torch.empty(3, HEADS, HEAD_DIM)}, r"out has shape \(3, 4, 8\)"),
+        ({"D": torch.zeros(HEADS)}, r"D has shape \(4,\); expected \(4, 8\)"),
+        ({"z": torch.zeros(2, HEADS)}, r"z has shape \(2, 4\); expected \(2, 4, 8\)"),
         ({"write_pos": torch.tensor([0, 3], dtype=torch.int32)}, "row 1 has write_pos 3 of 4 and does not"),
         ({"state_batch_indices": torch.tensor([1, 7])}, "names slot 7, but there are 7 slots"),
         ({"dt_cache": torch.zeros(SLOTS, HEADS, 4, dtype=BF16)}, "ring_decay is bf16"),
