@@ -32,8 +32,6 @@ class TensorArgument:
     """Loaded in vectors along its innermost dimension: its alignment matters."""
     per_row: bool = False
     """An integer per row, int32 or int64 as the caller has it: a slot, or a count."""
-    optional: bool = False
-    """A call may leave it out: the same module serves both ways."""
 
     @property
     def pointer(self) -> str:
@@ -83,7 +81,7 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
         return (*arguments, *([TensorArgument("a", "fp32")] if spec.family == "mamba2" else []))
     outer = "row"
     if spec.verifies:
-        arguments.append(TensorArgument("query_start", "i32", optional=True))
+        arguments.append(TensorArgument("query_start", "i32"))
         outer = "token"
     arguments += [
         TensorArgument("x", activation, (outer, "head"), True),

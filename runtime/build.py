@@ -58,7 +58,7 @@ def source(
     kernel: Any,
     spec: Spec,
     variant: Variant,
-    dtypes: tuple[str | None, ...],
+    dtypes: tuple[str, ...],
     *,
     aligned: bool,
     tiled: bool = True,
@@ -67,8 +67,7 @@ def source(
 
     Args:
         kernel: ``step`` or ``coefficients`` of a generated module.
-        dtypes: Element dtype of each tensor argument (``fp32``, ``bf16``, ``fp16``, ``i32``, ``i64``); None
-            for an optional one that is left out.
+        dtypes: Element dtype of each tensor argument (``fp32``, ``bf16``, ``fp16``, ``i32``, ``i64``).
         aligned: All pointers and strides of vector-loaded tensors are multiples of 16 bytes.
         tiled: The kernel takes the tile arguments (``coefficients`` does not).
     """
@@ -92,7 +91,7 @@ def typed(
     Args:
         kernel: A function of a generated module.
         tensors: In the order of its pointers.
-        dtypes: As in :func:`source`.
+        dtypes: As in :func:`source`; None for a tensor that is left out.
         scalars: Its scalars, int32, in order.
         values: Its ``tl.constexpr`` parameters, in order.
         aligned: As in :func:`source`.
@@ -135,7 +134,7 @@ def compile_kernel(
     spec: Spec,
     variant: Variant,
     target: GPUTarget,
-    dtypes: tuple[str | None, ...] | None = None,
+    dtypes: tuple[str, ...] | None = None,
     *,
     aligned: bool = True,
     tiled: bool = True,

@@ -26,9 +26,8 @@ from .spec import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-Launch = Callable[["Sequence[Any]", int, int], None]
-"""Launches a plan on tensors (None for one that is left out), with a null slot, on a raw stream; see
-:meth:`CompiledPlan.bind`."""
+Launch = Callable[["Sequence[Tensor]", int, int], None]
+"""Launches a plan on tensors, with a null slot, on a raw stream; see :meth:`CompiledPlan.bind`."""
 
 ModuleSource = Callable[[Spec, Structure], Path]
 """Where the module of (spec, structure) lies as a file: a package, or a renderer's cache."""
@@ -37,22 +36,18 @@ compilations = 0
 """Kernels compiled or loaded by this process; a test counts them over pool layouts."""
 
 
-def tensor_strides(spec: Spec, structure: Structure, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Stride arguments, in elements, of tensors given in the order of the kernel's arguments.
-
-    None stands for an optional tensor that is left out; those have no strides.
-    """
+def tensor_strides(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Stride arguments, in elements, of tensors given in the order of the kernel's arguments."""
     strides: list[int] = []
     for argument, tensor in zip(tensor_arguments(spec, structure), tensors, strict=False):
-        if tensor is not None:
-            strides += tensor.stride()[: len(argument.stride_dims)]
+        strides += tensor.stride()[: len(argument.stride_dims)]
     return tuple(strides)
 
 
-def is_aligned(spec: Spec, structure: Structure, tensors: Sequence[Tensor | None]) -> bool:
+def is_aligned(spec: Spec, structure: Structure, tensors: Sequence[Tensor]) -> bool:
     """Whether pointers and strides of all vector-loaded tensors are multiples of 16 bytes."""
     for argument, tensor in zip(tensor_arguments(spec, structure), tensors, strict=False):
-        if tensor is None or not argument.vectorized:
+        if not argument.vectorized:
             continue
         bits = tensor.data_ptr()
         for stride in tensor.stride()[: len(argument.stride_dims)]:
@@ -69,8 +64,7 @@ class CompiledPlan:
         spec: What the kernels compute.
         variants: Which kernels, with their tiles, in launch order.
         module_source: Finds the modules' files.
-        dtypes: Element dtype names of the tensors, in argument order without the scratch; None for an
-            optional one that is left out.
+        dtypes: Element dtype names of the tensors, in argument order without the scratch.
         aligned: See :func:`is_aligned`.
     """
 
@@ -79,7 +73,7 @@ class CompiledPlan:
         spec: Spec,
         variants: Sequence[Variant],
         module_source: ModuleSource,
-        dtypes: tuple[str | None, ...],
+        dtypes: tuple[str, ...],
         *,
         aligned: bool,
     ) -> None:
@@ -143,7 +137,7 @@ class CompiledPlan:
 
 
 def _launcher(
-    path: Path, name: str, spec: Spec, variant: Variant, dtypes: tuple[str | None, ...], aligned: bool
+    path: Path, name: str, spec: Spec, variant: Variant, dtypes: tuple[str, ...], aligned: bool
 ) -> Callable[..., None]:
     kernel = getattr(load_module(path), name)
     if not hasattr(kernel, "cache_key"):  # Triton's interpreter
@@ -157,7 +151,7 @@ def _compiled(
     name: str,
     spec: Spec,
     variant: Variant,
-    dtypes: tuple[str | None, ...],
+    dtypes: tuple[str, ...],
     aligned: bool,
     device_index: int,
 ) -> Callable[..., None]:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .abi import TensorArgument, launch_structure, scalar_arguments, tensor_arguments
 from .build import ALIGNMENT_BYTES
-from .checks import Signature
+from .checks import MAX_ROWS, Signature
 from .compiled import CompiledPlan, Launch, explain_launcher_error
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
+from .errors import ArgumentError
 from .lookup import announce, default_lookup
 from .modules import CURSORS, load_module, module_path, shared_path
 from .plan import Plan
@@ -67,7 +68,7 @@ def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
 
 @functools.cache
 def _compiled(
-    spec: Spec, plan: Plan, dtypes: tuple[str | None, ...], aligned: bool, device_index: int
+    spec: Spec, plan: Plan, dtypes: tuple[str, ...], aligned: bool, device_index: int
 ) -> CompiledPlan:
     with torch.cuda.device(device_index):
         return CompiledPlan(spec, plan.variants, module_path, dtypes, aligned=aligned)
@@ -135,23 +136,48 @@ class _PlanLauncher(Launcher):
     """By the plan that serves a signature."""
 
     def __init__(self, signature: Signature, device_index: int) -> None:
-        spec = signature.spec
-        super().__init__(
-            signature.contract.kernel_names,
-            _arguments(spec),
-            signature.strides,
-            signature.dtypes,
-            device_index,
-        )
+        spec, names = signature.spec, signature.contract.kernel_names
+        self._starts: tuple[int, Tensor] | None = None
+        dtypes = dict(signature.dtypes)
+        if spec.verifies and "query_start" not in dtypes:
+            starts = fixed_starts(spec.num_tokens, device_index)[: signature.rows + 1]
+            self._starts = names.index("query_start"), starts
+            dtypes["query_start"] = "i32"
+        super().__init__(names, _arguments(spec), signature.strides, dtypes, device_index)
         self._rows, self._heads = signature.rows, signature.heads
         scalars = {"ring_capacity": signature.capacity, "tokens": signature.tokens}
-        *names, _ = scalar_arguments(spec, launch_structure(spec))
-        self._scalars = tuple(scalars[name] for name in names)
+        *scalar_names, _ = scalar_arguments(spec, launch_structure(spec))
+        self._scalars = tuple(scalars[name] for name in scalar_names)
         self._spec, self._plan = spec, plan_for(spec, signature.effective_batch, device_index)
 
     def prepare(self, aligned: bool) -> Launch:
-        compiled = _compiled(self._spec, self._plan, self._dtypes, aligned, self._device_index)
+        dtypes = tuple(dtype for dtype in self._dtypes if dtype)
+        compiled = _compiled(self._spec, self._plan, dtypes, aligned, self._device_index)
         return compiled.bind(self._rows, self._heads, self._strides, self._scalars)
+
+    def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
+        if self._starts is not None:
+            position, starts = self._starts
+            tensors = (*tensors[:position], starts, *tensors[position + 1 :])
+        super().launch(tensors, null_slot)
+
+
+@functools.cache
+def fixed_starts(num_tokens: int, device_index: int) -> Tensor:
+    """``query_start`` of as many rows as a launch takes, each of ``num_tokens`` tokens.
+
+    Kernels always take it, so that one binary serves, and passes the gates, whatever the rows' lengths.
+
+    Raises:
+        ArgumentError: A CUDA graph is being captured: what is made now would be the graph's own.
+    """
+    device = torch.device("cuda", device_index) if device_index >= 0 else torch.device("cpu")
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            f"the first rows of {num_tokens} tokens without query_start come while a CUDA graph is captured",
+            hint="call warmup, or the step itself, before the capture, or pass query_start",
+        )
+    return torch.arange(MAX_ROWS + 1, dtype=torch.int32, device=device) * num_tokens
 
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:
@@ -240,12 +266,11 @@ def compile_ahead(
         ToolchainError: There is no C compiler.
     """
     plans = {plan_for(spec, batch, device_index) for batch in effective_batches}
-    given = tuple((a, DTYPE_NAMES[index_dtype] if a.per_row else a.dtype) for a in _arguments(spec))
-    with_all = tuple(dtype for _, dtype in given)
-    without = tuple(None if a.optional else dtype for a, dtype in given)
+    dtypes = tuple(DTYPE_NAMES[index_dtype] if a.per_row else a.dtype for a in _arguments(spec))
     for plan in plans:
-        for dtypes in dict.fromkeys((with_all, without)):
-            _compiled(spec, plan, dtypes, aligned, device_index)
+        _compiled(spec, plan, dtypes, aligned, device_index)
+    if spec.verifies:
+        fixed_starts(spec.num_tokens, device_index)
     _compile_cursors(device_index, index_dtype)
     return len(plans)
 

@@ -183,13 +183,18 @@ class PlanRunner:
     def __init__(self, spec: Spec, plan: Plan, module_source: ModuleSource, trajectory: Trajectory) -> None:
         self._spec, self._plan, self._source, self._trajectory = spec, plan, module_source, trajectory
         self._structure = Structure(plan.variants[0].structure.role)
-        self._compiled: dict[tuple[bool, tuple[str | None, ...]], CompiledPlan] = {}
+        self._compiled: dict[tuple[bool, tuple[str, ...]], CompiledPlan] = {}
 
     def launch(self, pool: Pool, step: Step) -> Tensor:
         """Outputs (tokens, heads, head_dim) of one launch; the buffer is pre-filled with NaN."""
         spec, trajectory = self._spec, self._trajectory
         dtype = TORCH_DTYPES[spec.activation_dtype]
         out = torch.full(step.x.shape, math.nan, dtype=dtype, device=trajectory.device)
+        rows = step.slot_index.shape[0]
+        query_start = step.query_start
+        if query_start is None:
+            starts = torch.arange(rows + 1, dtype=torch.int32, device=trajectory.device)
+            query_start = starts * spec.num_tokens
         named = {
             "state": pool.state,
             "ring_x": pool.ring_x,
@@ -199,7 +204,7 @@ class PlanRunner:
             "ring_len": pool.ring_len,
             "slot_index": step.slot_index,
             "accepted": step.previous,
-            "query_start": step.query_start,
+            "query_start": query_start,
             "x": step.x,
             "dt": step.dt,
             "a": trajectory.A,
@@ -211,13 +216,13 @@ class PlanRunner:
             "dt_bias": trajectory.dt_bias,
             "out": out,
         }
-        tensors: list[Tensor | None] = []
+        tensors: list[Tensor] = []
         for argument in tensor_arguments(spec, self._structure):
             tensor = named[argument.name]
-            assert tensor is not None or argument.optional
+            assert tensor is not None
             tensors.append(tensor)
         aligned = is_aligned(spec, self._structure, tensors)
-        dtypes = tuple(None if t is None else DTYPE_NAMES[t.dtype] for t in tensors)
+        dtypes = tuple(DTYPE_NAMES[t.dtype] for t in tensors)
         compiled = self._compiled.get((aligned, dtypes))
         if compiled is None:
             compiled = CompiledPlan(spec, self._plan.variants, self._source, dtypes, aligned=aligned)
@@ -227,7 +232,6 @@ class PlanRunner:
         numbers = {"ring_capacity": pool.capacity, "tokens": len(step.x), "null_slot": null_slot}
         *scalars, last = (numbers[name] for name in scalar_arguments(spec, self._structure))
         strides = tensor_strides(spec, self._structure, tensors)
-        rows = step.slot_index.shape[0]
         compiled.bind(rows, trajectory.heads, strides, tuple(scalars))(tuple(tensors), last, stream)
         return out
 

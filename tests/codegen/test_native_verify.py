@@ -139,22 +139,3 @@ def test_states_of_all_tokens_are_stored_and_nothing_else(spec: Spec, tmp_path: 
     same = (states == before.double()).flatten(1).all(1)
     assert int(same.sum()) == SLOTS - 9
     assert torch.equal(given["state"][same], before[same])
-
-
-@pytest.mark.parametrize("spec", [MAMBA2, GDN], ids=lambda spec: spec.family)
-@interpreted
-def test_rows_without_query_start_have_all_their_tokens(spec: Spec, tmp_path: Path) -> None:
-    given = inputs(spec)
-    for name in ("x", "dt", "b", "c", "beta", "z", "out"):
-        given[name] = given[name][: 2 * T]
-    for name in ("slot_index", "accepted"):
-        given[name] = given[name][[1, 5]]
-    for name in ("x", "dt", "b", "c", "beta", "z"):
-        given[name] = given[name].nan_to_num(0.25)
-    fixed = {**given, "state": given["state"].clone(), "out": given["out"].clone(), "query_start": None}
-    packed = {**given, "query_start": torch.tensor([0, T, 2 * T], dtype=torch.int32)}
-    launch(spec, fixed, tmp_path)
-    launch(spec, packed, tmp_path)
-    for name in ("out", "state"):
-        assert torch.isfinite(fixed[name]).all()
-        assert torch.equal(fixed[name], packed[name])

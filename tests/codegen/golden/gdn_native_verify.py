@@ -84,21 +84,17 @@ def step(
     row64 = row.to(tl.int64)
     slot = tl.load(slot_index_ptr + row64 * slot_index_stride_row).to(tl.int64)
     padded = (slot < 0) | (slot == null_slot)
-    if query_start_ptr is None:
-        first = row64 * NUM_TOKENS
-        count = NUM_TOKENS
-    else:
-        begin = tl.load(query_start_ptr + row)
-        count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
-        first = begin.to(tl.int64)
-        padded = padded | (count <= 0)
-        # Tokens behind those of the last row: rows share them.
-        token = tl.load(query_start_ptr + tl.num_programs(1)).to(tl.int64) + row64
-        while token < tokens:
-            for head_offset in tl.range(0, HEADS_PER_PROGRAM):
-                pad_ptr = out_ptr + token * out_stride_token + (first_head + head_offset) * out_stride_head
-                tl.store(pad_ptr + p, tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
-            token += tl.num_programs(1)
+    begin = tl.load(query_start_ptr + row)
+    count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
+    first = begin.to(tl.int64)
+    padded = padded | (count <= 0)
+    # Tokens behind those of the last row: rows share them.
+    token = tl.load(query_start_ptr + tl.num_programs(1)).to(tl.int64) + row64
+    while token < tokens:
+        for head_offset in tl.range(0, HEADS_PER_PROGRAM):
+            pad_ptr = out_ptr + token * out_stride_token + (first_head + head_offset) * out_stride_head
+            tl.store(pad_ptr + p, tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
+        token += tl.num_programs(1)
     chunks: tl.constexpr = STATE_BLOCK // BLOCK_N
     columns = tl.arange(0, chunks)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if padded:

@@ -94,27 +94,22 @@ def step(
     slot = tl.load(slot_index_ptr + row).to(tl.int64)
     padded = (slot < 0) | (slot == null_slot)
     i = tl.arange(0, TOKEN_BLOCK)
-    if query_start_ptr is None:
-        first_token = row64 * NUM_TOKENS
-        count = NUM_TOKENS
-    else:
-        begin = tl.load(query_start_ptr + row)
-        count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
-        first_token = begin.to(tl.int64)
+    begin = tl.load(query_start_ptr + row)
+    count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
+    first_token = begin.to(tl.int64)
     own = i < count
     token64 = first_token + i
-    if query_start_ptr is not None:
-        # Tokens behind those of the last row: rows share them.
-        beyond = tl.load(query_start_ptr + tl.num_programs(1)).to(tl.int64) + row64 * TOKEN_BLOCK
-        while beyond < tokens:
-            for part in tl.range(0, HEADS_PER_PROGRAM):
-                zero_p = p
-                zero_head = first_head + part
-                zero_ptrs = out_ptr + (beyond + i)[:, None] * out_stride_token + zero_head * out_stride_head
-                zero_mask = (beyond + i < tokens)[:, None] & (zero_p < HEAD_DIM)[None, :]
-                zero_tile = tl.zeros([TOKEN_BLOCK, BLOCK_P], out_ptr.dtype.element_ty)
-                tl.store(zero_ptrs + zero_p[None, :], zero_tile, mask=zero_mask)
-            beyond += tl.num_programs(1) * TOKEN_BLOCK
+    # Tokens behind those of the last row: rows share them.
+    beyond = tl.load(query_start_ptr + tl.num_programs(1)).to(tl.int64) + row64 * TOKEN_BLOCK
+    while beyond < tokens:
+        for part in tl.range(0, HEADS_PER_PROGRAM):
+            zero_p = p
+            zero_head = first_head + part
+            zero_ptrs = out_ptr + (beyond + i)[:, None] * out_stride_token + zero_head * out_stride_head
+            zero_mask = (beyond + i < tokens)[:, None] & (zero_p < HEAD_DIM)[None, :]
+            zero_tile = tl.zeros([TOKEN_BLOCK, BLOCK_P], out_ptr.dtype.element_ty)
+            tl.store(zero_ptrs + zero_p[None, :], zero_tile, mask=zero_mask)
+        beyond += tl.num_programs(1) * TOKEN_BLOCK
     if padded | (count <= 0):
         for part in tl.range(0, HEADS_PER_PROGRAM):
             zero_p = p

@@ -104,13 +104,9 @@ def step(
     slot = tl.load(slot_index_ptr + row).to(tl.int64)
     padded = (slot < 0) | (slot == null_slot)
     i = tl.arange(0, TOKEN_BLOCK)
-    if query_start_ptr is None:
-        first_token = row64 * NUM_TOKENS
-        count = NUM_TOKENS
-    else:
-        begin = tl.load(query_start_ptr + row)
-        count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
-        first_token = begin.to(tl.int64)
+    begin = tl.load(query_start_ptr + row)
+    count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
+    first_token = begin.to(tl.int64)
     own = i < count
     token64 = first_token + i
     if padded | (count <= 0):
@@ -249,13 +245,9 @@ def coefficients(
     slot = tl.load(slot_index_ptr + row).to(tl.int64)
     padded = (slot < 0) | (slot == null_slot)
     i = tl.arange(0, TOKEN_BLOCK)
-    if query_start_ptr is None:
-        first_token = row64 * NUM_TOKENS
-        count = NUM_TOKENS
-    else:
-        begin = tl.load(query_start_ptr + row)
-        count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
-        first_token = begin.to(tl.int64)
+    begin = tl.load(query_start_ptr + row)
+    count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
+    first_token = begin.to(tl.int64)
     own = i < count
     token64 = first_token + i
     if padded | (count <= 0):
