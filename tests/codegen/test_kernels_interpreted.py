@@ -8,7 +8,6 @@ bf16 and long trajectories need a GPU.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -16,7 +15,7 @@ import pytest
 
 from replayssm_tune.codegen.space import legal_structures
 from replayssm_tune.runtime.plan import Plan, Structure
-from replayssm_tune.runtime.spec import FAMILIES, Spec
+from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.interpreted import small_variant
 from tests.interpreter import run_interpreted
 
@@ -33,16 +32,21 @@ OPTIONS = {
     "mamba2": {"has_z": (False, True), "has_d": (True, False), "dt_softplus": (True, False)},
     "gdn": {"qk_l2norm": (True, False)},
 }
-FACTORS = {family: COMMON | options for family, options in OPTIONS.items()}
-"""``mixed``: fp16 inputs and ring beside an fp32 state. ``gap_bytes`` 4: nothing is aligned."""
+DRAFTS = {"num_tokens": (3, 4, 1)}
+KINDS = {
+    f"{family}{suffix}": COMMON | options | more
+    for suffix, more in (("", {}), ("-verify", DRAFTS))
+    for family, options in OPTIONS.items()
+}
+"""Factors of scenes. ``mixed``: fp16 inputs and ring, an fp32 state. ``gap_bytes`` 4: nothing is aligned."""
 
 DTYPES = {"fp32": ("fp32", "fp32"), "fp16": ("fp16", "fp16"), "mixed": ("fp16", "fp32")}
 
 Scene = dict[str, object]
 
 
-def all_pairs(family: str) -> set[frozenset[tuple[str, object]]]:
-    factors = FACTORS[family]
+def all_pairs(kind: str) -> set[frozenset[tuple[str, object]]]:
+    factors = KINDS[kind]
     return {
         frozenset(((a, x), (b, y)))
         for a, b in itertools.combinations(factors, 2)
@@ -56,14 +60,14 @@ def pairs_of(scene: Scene) -> set[frozenset[tuple[str, object]]]:
 
 
 @functools.cache
-def scenes(family: str) -> list[Scene]:
+def scenes(kind: str) -> list[Scene]:
     """Few scenes that cover every pair of values: each is the best extension of an open pair."""
-    open_pairs = all_pairs(family)
+    open_pairs = all_pairs(kind)
     found: list[Scene] = []
     while open_pairs:
         first = dict(min(open_pairs, key=lambda pair: sorted(map(str, pair))))
         scene: Scene = {}
-        for name, values in FACTORS[family].items():
+        for name, values in KINDS[kind].items():
             if name in first:
                 scene[name] = first[name]
                 continue
@@ -77,20 +81,26 @@ def scenes(family: str) -> list[Scene]:
     return found
 
 
-def spec_of(family: str, scene: Scene) -> Spec:
+def spec_of(kind: str, scene: Scene) -> Spec:
     activation, state = DTYPES[str(scene["dtype"])]
+    family, _, verifies = kind.partition("-")
     flags = {"has_d": False} | {name: scene[name] for name in ("has_dt_bias", *OPTIONS[family])}
+    flags |= {name: scene[name] for name in DRAFTS if verifies}
+    op = "verify" if verifies else "step"
     return Spec(
-        family, "step", int(str(scene["head_dim"])), int(str(scene["state_size"])), 2, 4,
+        family, op, int(str(scene["head_dim"])), int(str(scene["state_size"])), 2, 4,
         activation_dtype=activation, state_dtype=state, ring_dtype=activation, **flags,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def structures(family: str) -> list[Structure]:
-    everywhere = dict.fromkeys(
-        s for scene in scenes(family) for s in legal_structures(spec_of(family, scene))
-    )
+def structures(kind: str) -> list[Structure]:
+    everywhere = dict.fromkeys(s for scene in scenes(kind) for s in legal_structures(spec_of(kind, scene)))
     return sorted(everywhere)
+
+
+def plain(spec: Spec, role: str) -> Structure:
+    """The first legal structure of a role."""
+    return next(structure for structure in legal_structures(spec) if structure.role == role)
 
 
 def plans_of(spec: Spec, chosen: list[Structure]) -> list[Plan]:
@@ -100,20 +110,20 @@ def plans_of(spec: Spec, chosen: list[Structure]) -> list[Plan]:
     flush = [s for s in chosen if s.role == "flush"]
     plans = [Plan((small_variant(spec, s),)) for s in both]
     for i in range(max(len(nonflush), len(flush))):
-        first = nonflush[i % len(nonflush)] if nonflush else Structure("nonflush")
-        second = flush[i % len(flush)] if flush else Structure("flush")
+        first = nonflush[i % len(nonflush)] if nonflush else plain(spec, "nonflush")
+        second = flush[i % len(flush)] if flush else plain(spec, "flush")
         plans.append(Plan((small_variant(spec, first), small_variant(spec, second))))
     return plans
 
 
 @functools.cache
-def assignment(family: str) -> dict[int, list[Structure]]:
+def assignment(kind: str) -> dict[int, list[Structure]]:
     """Structures by scene: each on two scenes that differ in head dim and state size."""
-    all_scenes = scenes(family)
-    legal = [set(legal_structures(spec_of(family, scene))) for scene in all_scenes]
+    all_scenes = scenes(kind)
+    legal = [set(legal_structures(spec_of(kind, scene))) for scene in all_scenes]
     load = [0] * len(all_scenes)
     chosen: dict[int, list[Structure]] = {i: [] for i in range(len(all_scenes))}
-    for structure in structures(family):
+    for structure in structures(kind):
         possible = [i for i in range(len(all_scenes)) if structure in legal[i]]
 
         def cost(pair: tuple[int, int]) -> tuple[int, int, bool]:
@@ -128,45 +138,45 @@ def assignment(family: str) -> dict[int, list[Structure]]:
     return chosen
 
 
-CASES = [(family, index) for family in FAMILIES for index in range(len(scenes(family)))]
+CASES = [(kind, index) for kind in KINDS for index in range(len(scenes(kind)))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scenes_cover_all_pairs_of_values(family):
-    found = scenes(family)
-    assert set().union(*map(pairs_of, found)) == all_pairs(family)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scenes_cover_all_pairs_of_values(kind):
+    found = scenes(kind)
+    assert set().union(*map(pairs_of, found)) == all_pairs(kind)
     assert len(found) <= 14
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_structure_meets_other_dtypes_and_sizes(family):
-    all_scenes = scenes(family)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_structure_meets_other_dtypes_and_sizes(kind):
+    all_scenes = scenes(kind)
     met: dict[Structure, list[Scene]] = {}
-    for i, chosen in assignment(family).items():
+    for i, chosen in assignment(kind).items():
         for structure in chosen:
             met.setdefault(structure, []).append(all_scenes[i])
-    assert set(met) == set(structures(family))
+    assert set(met) == set(structures(kind))
     for structure, seen in met.items():
         for name in ("head_dim", "state_size"):
             assert len({scene[name] for scene in seen}) == 2, structure.key
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rings_wrap_in_these_scenes(family):
+@pytest.mark.parametrize("kind", KINDS)
+def test_rings_wrap_in_these_scenes(kind):
     wrapping = [
-        run_interpreted("tests.codegen.interpreted_gate:wraps", spec_of(family, scene).key, scene["spare"])
-        for scene in scenes(family)
+        run_interpreted("tests.codegen.interpreted_gate:wraps", spec_of(kind, scene).key, scene["spare"])
+        for scene in scenes(kind)
     ]
     assert sum(wrapping) > len(wrapping) / 2
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("family", "index"), CASES)
-def test_structures_pass_the_gate(family, index, tmp_path):
-    scene = scenes(family)[index]
-    spec = spec_of(family, scene)
-    plans = plans_of(spec, assignment(family)[index])
+@pytest.mark.parametrize(("kind", "index"), CASES)
+def test_structures_pass_the_gate(kind, index, tmp_path):
+    scene = scenes(kind)[index]
+    spec = spec_of(kind, scene)
+    plans = plans_of(spec, assignment(kind)[index])
     found = run_interpreted(
         "tests.codegen.interpreted_gate:verdicts",
         spec.key,
@@ -181,12 +191,10 @@ def test_structures_pass_the_gate(family, index, tmp_path):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize(("family", "index"), CASES[::3])
-def test_the_native_baseline_passes_the_gate(family, index, num_tokens, tmp_path):
-    scene = scenes(family)[index]
-    op = "step" if num_tokens == 1 else "verify"
-    spec = dataclasses.replace(spec_of(family, scene), op=op, num_tokens=num_tokens).native
+@pytest.mark.parametrize(("kind", "index"), CASES[::3])
+def test_the_native_baseline_passes_the_gate(kind, index, tmp_path):
+    scene = scenes(kind)[index]
+    spec = spec_of(kind, scene).native
     plan = Plan((small_variant(spec, Structure("native")),))
     found = run_interpreted(
         "tests.codegen.interpreted_gate:verdicts",
@@ -196,10 +204,10 @@ def test_the_native_baseline_passes_the_gate(family, index, num_tokens, tmp_path
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_loop_over_tiles_ends_where_the_head_does(family, tmp_path):
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_loop_over_tiles_ends_where_the_head_does(kind, tmp_path):
     # Blocks of 8 fill a head of 24 rows, but are no power of two of them.
-    spec = spec_of(family, scenes(family)[0] | {"dtype": "fp32", "head_dim": 24})
+    spec = spec_of(kind, scenes(kind)[0] | {"dtype": "fp32", "head_dim": 24})
     tiled = [s for s in legal_structures(spec) if s.loop == "tiles" and s.readout == "elementwise"]
     plans = plans_of(spec, tiled)
     assert {s.role for s in tiled} == {"both", "nonflush", "flush"}
