@@ -80,7 +80,7 @@ def test_steps_of_snippets_are_what_they_warm_up(monkeypatch: pytest.MonkeyPatch
     torch._dynamo.reset()
     names = execute(ROOT / "docs" / "runtime.md", "python")
     spec = names["spec"]
-    assert {signature.spec for signature in met} == {spec, spec.materialize, names["gdn"]}
+    assert {signature.spec for signature in met} == {spec, spec.materialize, names["gdn"], names["verify"]}
     for signature in met:
         for tensor in tensor_arguments(signature.spec, launch_structure(signature.spec)):
             assert signature.dtypes[tensor.name] == tensor.dtype, tensor.name
