@@ -63,8 +63,8 @@ def warmup(
 
     Args:
         spec: Of steps, of the native ops (``spec.native``) or of what materialises states
-            (``spec.materialize``). Of rows of several tokens, calls with and without ``query_start`` are
-            compiled.
+            (``spec.materialize``). One of rows of several tokens serves calls with and without
+            ``query_start``.
         effective_batches: Sequences x heads of the captures.
         device: CUDA device.
         index_dtype: dtype of slot_index and of accepted counts; of source, destination and prefix.

@@ -122,7 +122,7 @@ def test_graph_replays_any_packing(
 def test_packings_compile_nothing_again(
     device: str, renders: None, forbid_compiling: Callable[[], None], spec: Spec
 ) -> None:
-    """One compilation for rows of any lengths, one for full ones."""
+    """One compilation serves rows of any lengths, full ones too."""
     spec = drafts(spec)
     given = random_call(spec, 5, 32, device)
     full, starts = copied(given), torch.arange(6, dtype=torch.int32, device=device) * 4
