@@ -14,11 +14,22 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.summary import ROOT, Cell, Record, load_summary, reached, select
+from benchmarks.summary import (
+    ERROR_CLAIMS,
+    ERROR_TOKENS,
+    ROOT,
+    Cell,
+    Record,
+    load_summary,
+    reached,
+    select,
+)
+from replayssm_tune.runtime.spec import DTYPE_BYTES
 
 FAMILY_NAMES = {"mamba2": "Mamba-2", "gdn": "GDN"}
 _GROUPS = {"mamba2": "heads/group", "gdn": "value heads/key head"}
@@ -29,6 +40,11 @@ def layer_name(cell: Cell) -> str:
     family = cell["family"]
     sizes = f"{cell['head_dim']} x {cell['state_size']}"
     return f"{FAMILY_NAMES[family]} {sizes}, {cell['heads_per_group']} {_GROUPS[family]}"
+
+
+def short_name(cell: Cell) -> str:
+    """A layer by family, head dim and state size alone, e.g. ``Mamba-2 64 x 128``."""
+    return f"{FAMILY_NAMES[cell['family']]} {cell['head_dim']} x {cell['state_size']}"
 
 
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -176,10 +192,10 @@ def _goal(record: Record, asked: float) -> str:
 
 
 def asked_region(records: Sequence[Record]) -> str:
-    """Every figure with a goal other than "not slower than native", and the goal."""
+    """Every figure with a goal other than "not slower than native", and the goal; errors have a page."""
     rows = []
     for record in records:
-        if record["asked"] is None or record["claim"] == "mix_vs_native":
+        if record["asked"] is None or record["claim"] in ("mix_vs_native", *ERROR_CLAIMS):
             continue
         cell, claim = record["cell"], record["claim"]
         of = cell["scope"] if "scope" in cell else _cells_in_words(cell, layer_name(cell))
@@ -190,10 +206,13 @@ def asked_region(records: Sequence[Record]) -> str:
 
 
 def goals_region(records: Sequence[Record]) -> str:
-    """A row per goal, over all layers of a family that it is asked of: the range reached, and by how many."""
+    """A row per goal, over all layers of a family that it is asked of: the range reached, and by how many.
+
+    Errors have a page of their own.
+    """
     goals: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        if record["asked"] is None:
+        if record["asked"] is None or record["claim"] in ERROR_CLAIMS:
             continue
         cell, claim = record["cell"], record["claim"]
         if "scope" in cell:
@@ -237,6 +256,121 @@ def stages_region(records: Sequence[Record]) -> str:
     return _markdown([*CURVE_HEADER, "effective batch", "mode", "roof, µs", *columns], rows)
 
 
+def error_places(records: Sequence[Record]) -> list[str]:
+    """Where the errors that are shown were recorded: GPUs, or the CPU while there is none."""
+    gpus = sorted({record["cell"]["gpu"] for record in select(records, "state_error")})
+    return [gpu for gpu in gpus if gpu != "cpu"] or gpus
+
+
+def error_source_region(records: Sequence[Record]) -> str:
+    """What the errors are of: the eager reference or a GPU's kernels."""
+    places = error_places(records)
+    runs = sorted({r["run"] for r in records if r["claim"] in ERROR_CLAIMS and r["cell"]["gpu"] in places})
+    files = ", ".join(f"[{run}](../benchmarks/results/{run})" for run in runs)
+    if places in ([], ["cpu"]):
+        return (
+            "**All figures of this page are of the eager reference**, which is what the ops run on a CPU: no "
+            f"run on a GPU has been recorded yet. Kernels are held to the same bound by the gate. ({files})"
+        )
+    return f"Recorded on {', '.join(places)}, with the kernels that dispatch serves there. ({files})"
+
+
+ERROR_HEADER = ("on", "layer", "T", "kernel", "state", "ring")
+"""What tells the kernels apart whose errors are compared."""
+
+
+def _variants(records: Sequence[Record], claim: str) -> list[tuple[Cell, list[Record]]]:
+    """Records of a claim by their cells without tokens: native, and behind it replay of the same layer."""
+    places = error_places(records)
+    found: dict[str, tuple[Cell, list[Record]]] = {}
+    for record in select(records, claim):
+        cell = {k: v for k, v in record["cell"].items() if k != "tokens"}
+        if cell["gpu"] in places and cell["kernel"] in ("native", "replay"):
+            found.setdefault(json.dumps(cell), (cell, []))[1].append(record)
+    families, dtypes = list(FAMILY_NAMES), list(DTYPE_BYTES)
+
+    def place(item: tuple[Cell, list[Record]]) -> tuple[Any, ...]:
+        cell = item[0]
+        family, state = families.index(cell["family"]), dtypes.index(cell["state_dtype"])
+        return cell["gpu"], family, cell["T"], state, cell["kernel"], cell.get("ring_dtype", "")
+
+    return sorted(found.values(), key=place)
+
+
+def _variant_row(cell: Cell) -> tuple[str, ...]:
+    ring = cell.get("ring_dtype", "")
+    return cell["gpu"], short_name(cell), str(cell["T"]), cell["kernel"], cell["state_dtype"], ring
+
+
+def _error(value: float) -> str:
+    return f"{value:.2e}"
+
+
+def _errors_region(records: Sequence[Record], claim: str) -> str:
+    """Errors of every kernel after so many tokens, the ideal after the last, and how many keep the bound."""
+    rows = []
+    for cell, found in _variants(records, claim):
+        by_tokens = {record["cell"]["tokens"]: record for record in found}
+        at = {**cell, "kernel": "ideal", "tokens": max(by_tokens)}
+        (ideal,) = select(records, claim, **at)
+        met = sum(map(reached, found))
+        errors = (_error(by_tokens[n]["value"]) if n in by_tokens else "" for n in ERROR_TOKENS)
+        rows.append([*_variant_row(cell), *errors, _error(ideal["value"]), f"{met} of {len(found)}"])
+    first, *others = (str(n) for n in ERROR_TOKENS)
+    last = others[-1]
+    return _markdown([*ERROR_HEADER, f"after {first}", *others, f"ideal at {last}", "within bound"], rows)
+
+
+def output_errors_region(records: Sequence[Record]) -> str:
+    """Errors of outputs, kernel by kernel."""
+    return _errors_region(records, "output_error")
+
+
+def state_errors_region(records: Sequence[Record]) -> str:
+    """Errors of states, kernel by kernel."""
+    return _errors_region(records, "state_error")
+
+
+def rounding_region(records: Sequence[Record]) -> str:
+    """What rounding the outputs alone would give."""
+    rows: dict[tuple[str, str], Times] = {}
+    for record in select(records, "output_error", kernel="rounding"):
+        cell = record["cell"]
+        if cell["gpu"] in error_places(records):
+            values = rows.setdefault((cell["gpu"], short_name(cell)), {})
+            values[str(cell["tokens"])] = record["value"]
+    first, *others = (str(n) for n in ERROR_TOKENS)
+    table = [
+        [*key, *(_error(values[n]) if n in values else "" for n in (first, *others))]
+        for key, values in rows.items()
+    ]
+    return _markdown([*ERROR_HEADER[:2], f"after {first}", *others], table)
+
+
+def folds_region(records: Sequence[Record]) -> str:
+    """Whether errors of states grow with the folds, kernel by kernel of replay."""
+    rows = []
+    for cell, found in _variants(records, "state_error_growth"):
+        if cell["kernel"] != "replay":
+            continue
+        (growth,) = found
+        (folds,) = select(records, "folds", **cell)
+        (ideal,) = select(records, "state_error_growth", **{**cell, "kernel": "ideal"})
+        native = {**cell, "kernel": "native", "op": "native_step", "window": 0}
+        native.pop("ring_dtype")
+        (beside,) = select(records, "state_error_growth", **native)
+        goal, met = ("", "") if growth["asked"] is None else (_goal(growth, growth["asked"]), "no")
+        if met and reached(growth):
+            met = "yes"
+        gpu, layer, tokens, _, state, ring = _variant_row(cell)
+        values = (f"{record['value']:.2f}" for record in (growth, ideal, beside))
+        rows.append([gpu, layer, tokens, state, ring, f"{folds['value']:.4g}", *values, goal, met])
+    keys = [name for name in ERROR_HEADER if name != "kernel"]
+    return _markdown(
+        [*keys, "folds", "late over early", "of the ideal", "of native", "asked", "reached"], rows
+    )
+
+
 REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
     "steps": steps_region,
     "overview": overview_region,
@@ -244,6 +378,11 @@ REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
     "asked": asked_region,
     "goals": goals_region,
     "stages": stages_region,
+    "error-source": error_source_region,
+    "output-errors": output_errors_region,
+    "state-errors": state_errors_region,
+    "rounding": rounding_region,
+    "folds": folds_region,
 }
 """Generated regions of documents by name."""
 

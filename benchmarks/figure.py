@@ -1,36 +1,75 @@
-"""The README's figure: step time of a layer of each family against batch, for roof, replay and native kernel.
+"""Figures of the documents: step time of a layer of each family against batch; errors against tokens.
 
     python benchmarks/figure.py
 
-:func:`info` picks the data from the recorded figures, :func:`draw` makes a plain SVG of them: no
-plotting library, and the same records give the same bytes.
+:func:`info` and :func:`error_panels` pick the data from the recorded figures, :func:`draw` makes a plain SVG
+of them: no plotting library, and the same records give the same bytes.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from xml.sax.saxutils import escape
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.documents import FAMILY_NAMES
+from benchmarks.documents import FAMILY_NAMES, error_places, short_name
 from benchmarks.summary import ROOT, Record, load_summary, select
 
 FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
 
-KERNELS = ("native", "replay", "roof")
+ERRORS = ROOT / "docs" / "figures" / "errors.svg"
+
 STATE_DTYPES = ("fp32", "bf16")
-COLOURS = {"native": "#c2410c", "replay": "#1d4ed8", "roof": "#6b7280"}
-LABELS = {
-    "native": "native: state written every step",
-    "replay": "replay: this package",
-    "roof": "roof: the state's bytes alone",
+_ORANGE, _BLUE, _GREEN, _GREY = "#c2410c", "#1d4ed8", "#15803d", "#6b7280"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a series is drawn: dashed ones have no marks, hollow ones rings for marks."""
+
+    label: str
+    colour: str
+    dashed: bool = False
+    hollow: bool = False
+
+
+class Drawn(Protocol):
+    """A panel: per series its points (x, y), ascending."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def series(self) -> Mapping[str, tuple[tuple[int, float], ...]]: ...
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What the panels of a figure have in common."""
+
+    title: str
+    x_label: str
+    y_label: str
+    styles: Mapping[str, Style]
+    nothing: str
+    """What is said where there is nothing to draw."""
+    legend_columns: int = 0
+    """Above all panels, in so many columns; 0 is inside of the first one."""
+    own_axes: bool = False
+    """Each column of panels has its own vertical axis."""
+
+
+STEP_STYLES = {
+    "native": Style("native: state written every step", _ORANGE),
+    "replay": Style("replay: this package", _BLUE),
+    "roof": Style("roof: the state's bytes alone", _GREY, dashed=True),
 }
 
 
@@ -41,6 +80,10 @@ class Panel:
     layer: str
     state_dtype: str
     series: dict[str, tuple[tuple[int, float], ...]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.layer}, {self.state_dtype} state"
 
 
 def info(records: Iterable[Record], gpu: str = "", **layer: Any) -> tuple[Panel, ...]:
@@ -58,53 +101,126 @@ def info(records: Iterable[Record], gpu: str = "", **layer: Any) -> tuple[Panel,
     panels = []
     for state_dtype in STATE_DTYPES:
         series = {}
-        for kernel in KERNELS:
+        for kernel in STEP_STYLES:
             found = select(chosen, "step_time_us", gpu=gpu, state_dtype=state_dtype, kernel=kernel)
             points = sorted((r["cell"]["effective_batch"], r["value"]) for r in found)
             if points:
                 series[kernel] = tuple(points)
         if series:
-            cell = chosen[0]["cell"]
-            name = f"{FAMILY_NAMES[cell['family']]} {cell['head_dim']} x {cell['state_size']}"
-            panels.append(Panel(name, state_dtype, series))
+            panels.append(Panel(short_name(chosen[0]["cell"]), state_dtype, series))
     return tuple(panels)
+
+
+ERROR_STYLES = {
+    "native fp32": Style("native, fp32 state", _ORANGE, hollow=True),
+    "native bf16": Style("native, bf16 state", _ORANGE),
+    "replay fp32 bf16": Style("replay, fp32 state, bf16 ring", _BLUE, hollow=True),
+    "replay bf16 bf16": Style("replay, bf16 state, bf16 ring", _BLUE),
+    "replay fp32 fp32": Style("replay, fp32 state, fp32 ring", _GREEN, hollow=True),
+    "replay bf16 fp32": Style("replay, bf16 state, fp32 ring", _GREEN),
+    "ideal": Style("the ideal of each", _GREY, dashed=True),
+    "rounding": Style("outputs rounded, nothing else", "#111827", dashed=True),
+}
+"""Kernels, their state and ring dtypes; a series of an ideal is named after what it is the ideal of."""
+ERROR_NAMES = {"state_error": "states", "output_error": "outputs"}
+
+
+@dataclass(frozen=True)
+class ErrorPanel:
+    """Errors of states or outputs of a layer: per kernel its points (tokens, error), ascending."""
+
+    layer: str
+    claim: str
+    series: dict[str, tuple[tuple[int, float], ...]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.layer}: {ERROR_NAMES[self.claim]}"
+
+
+def error_panels(records: Sequence[Record], place: str, num_tokens: int = 1) -> list[list[ErrorPanel]]:
+    """A row of panels per layer; ideals come last, so that they show on what they are of."""
+    rows = []
+    for family in FAMILY_NAMES:
+        row = []
+        for claim in ERROR_NAMES:
+            found = select(records, claim, gpu=place, family=family)
+            points: dict[str, list[tuple[int, float]]] = {}
+            for record in found:
+                cell = record["cell"]
+                if cell["kernel"] == "rounding":
+                    name = "rounding"
+                elif cell["T"] != num_tokens:
+                    continue
+                else:
+                    kernel = "native" if cell["op"] == "native_step" else "replay"
+                    name = " ".join(filter(None, (kernel, cell["state_dtype"], cell.get("ring_dtype"))))
+                    if name not in ERROR_STYLES:
+                        continue
+                    name = f"ideal {name}" if cell["kernel"] == "ideal" else name
+                points.setdefault(name, []).append((cell["tokens"], record["value"]))
+            if points:
+                order = [*ERROR_STYLES, *(f"ideal {name}" for name in ERROR_STYLES)]
+                names = sorted(points, key=order.index)
+                series = {name: tuple(sorted(points[name])) for name in names}
+                row.append(ErrorPanel(short_name(found[0]["cell"]), claim, series))
+        rows.append(row)
+    return rows
 
 
 WIDTH, ROW_HEIGHT = 900, 300
 _TOP, _BOTTOM, _LEFT, _RIGHT, _GAP = 64, 52, 64, 20, 36
 _ROW_GAP = 36
+_LEGEND_LINE = 18
 
 
-def draw(rows: Sequence[Sequence[Panel]], title: str) -> str:
-    """The figure as SVG text: panels of a row side by side, all on common logarithmic axes.
+def draw(rows: Sequence[Sequence[Drawn]], chart: Chart) -> str:
+    """The figure as SVG text: panels of a row side by side, on common logarithmic axes.
 
     Raises:
         ValueError: No panel has a point.
     """
     rows = [panels for panels in rows if panels]
-    points = [p for panels in rows for panel in panels for series in panel.series.values() for p in series]
-    if not points:
-        raise ValueError("nothing to draw: no step_time_us records; derive summary.json from a run first")
-    x_range = (min(p[0] for p in points), max(p[0] for p in points))
-    y_range = (min(p[1] for p in points) / 1.25, max(p[1] for p in points) * 1.25)
-    height = _TOP + _BOTTOM + len(rows) * (ROW_HEIGHT + _ROW_GAP) - _ROW_GAP
+    every = [panel for panels in rows for panel in panels]
+    if not every:
+        raise ValueError(f"nothing to draw: {chart.nothing}")
+    x_range = _range(every, 0)
+    gap = _LEFT if chart.own_axes else _GAP
+    first_top = _TOP
+    if chart.legend_columns:
+        first_top += _LEGEND_LINE * math.ceil(len(chart.styles) / chart.legend_columns) + 12
+    height = first_top + _BOTTOM + len(rows) * (ROW_HEIGHT + _ROW_GAP) - _ROW_GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{escape(title, {chr(34): "&quot;"})}" '
+        f'aria-label="{escape(chart.title, {chr(34): "&quot;"})}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        _text(_LEFT, 24, title, size=15, weight=600),
+        _text(_LEFT, 24, chart.title, size=15, weight=600),
     ]
+    if chart.legend_columns:
+        lines = math.ceil(len(chart.styles) / chart.legend_columns)
+        width = (WIDTH - _LEFT - _RIGHT) / chart.legend_columns
+        for index, style in enumerate(chart.styles.values()):
+            column, line = divmod(index, lines)
+            parts += _legend_line(style, _LEFT + column * width, 46 + _LEGEND_LINE * line, marked=True)
     for row, panels in enumerate(rows):
-        width = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
-        top = _TOP + row * (ROW_HEIGHT + _ROW_GAP)
+        width = (WIDTH - _LEFT - _RIGHT - gap * (len(panels) - 1)) / len(panels)
+        top = first_top + row * (ROW_HEIGHT + _ROW_GAP)
         for column, panel in enumerate(panels):
-            box = _Box(_LEFT + column * (width + _GAP), top, width, ROW_HEIGHT)
-            parts += _panel(panel, box, x_range, y_range, first=column == 0, last=row == len(rows) - 1)
-            if (row, column) == (0, 0):
-                parts += _legend(panel, box.left + 12, box.top + 12)
+            box = _Box(_LEFT + column * (width + gap), top, width, ROW_HEIGHT)
+            sharing = [panels[column] for panels in rows if column < len(panels)] if chart.own_axes else every
+            low, high = _range(sharing, 1)
+            y_range = (low / 1.25, high * 1.25)
+            parts += _panel(panel, chart, box, x_range, y_range, first=column == 0, last=row == len(rows) - 1)
+            if (row, column) == (0, 0) and not chart.legend_columns:
+                parts += _legend([chart.styles[name] for name in panel.series], box.left + 12, box.top + 12)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
+
+
+def _range(panels: Sequence[Drawn], axis: int) -> tuple[float, float]:
+    values = [point[axis] for panel in panels for series in panel.series.values() for point in series]
+    return min(values), max(values)
 
 
 @dataclass(frozen=True)
@@ -118,7 +234,8 @@ class _Box:
 
 
 def _panel(
-    panel: Panel,
+    panel: Drawn,
+    chart: Chart,
     box: _Box,
     x_range: tuple[float, float],
     y_range: tuple[float, float],
@@ -133,50 +250,56 @@ def _panel(
     def y(value: float) -> float:
         return bottom - box.height * _place(value, y_range)
 
-    parts = [_text(left, box.top - 10, f"{panel.layer}, {panel.state_dtype} state", weight=600)]
+    parts = [_text(left, box.top - 10, panel.title, weight=600)]
     for tick in ticks(*y_range):
         parts.append(_line(left, y(tick), right, y(tick)))
-        if first:
-            parts.append(_text(left - 8, y(tick) + 4, f"{tick:g}", anchor="end"))
+        if first or chart.own_axes:
+            label = f"{tick:g}" if tick >= 1e-3 else f"{tick:.0e}".replace("e-0", "e-")
+            parts.append(_text(left - 8, y(tick) + 4, label, anchor="end"))
     for tick in _octaves(*x_range):
         parts.append(_line(x(tick), box.top, x(tick), bottom))
         if last:
             parts.append(_text(x(tick), bottom + 18, str(tick), anchor="middle"))
     if last:
         middle = (left + right) / 2
-        parts.append(_text(middle, bottom + 40, "effective batch (sequences x heads)", anchor="middle"))
+        parts.append(_text(middle, bottom + 40, chart.x_label, anchor="middle"))
     if first:
         middle = (box.top + bottom) / 2
         parts.append(
             f'<text x="18" y="{middle:.1f}" text-anchor="middle" fill="#374151" '
-            f'transform="rotate(-90 18 {middle:.1f})">step of a layer, µs</text>'
+            f'transform="rotate(-90 18 {middle:.1f})">{escape(chart.y_label)}</text>'
         )
-    for kernel, points in panel.series.items():
-        path = " ".join(f"{x(batch):.1f},{y(time):.1f}" for batch, time in points)
-        dash = ' stroke-dasharray="5 4"' if kernel == "roof" else ""
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{COLOURS[kernel]}" stroke-width="2"{dash}/>'
-        )
-        if kernel != "roof":
-            parts += [
-                f'<circle cx="{x(b):.1f}" cy="{y(t):.1f}" r="2.5" fill="{COLOURS[kernel]}"/>'
-                for b, t in points
-            ]
+    for name, points in panel.series.items():
+        style = chart.styles[name] if name in chart.styles else chart.styles[name.split()[0]]
+        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
+        parts.append(f'<polyline points="{path}" fill="none" {_stroke(style)}/>')
+        if not style.dashed:
+            parts += [_mark(style, x(at), y(value)) for at, value in points]
     return parts
 
 
-def _legend(panel: Panel, left: float, top: float) -> list[str]:
-    parts = [f'<rect x="{left - 6:.1f}" y="{top - 12:.1f}" width="226" height="{18 * len(panel.series) + 8}" '
-             'fill="#ffffff"/>']  # fmt: skip
-    for row, kernel in enumerate(panel.series):
-        y = top + 18 * row
-        dash = ' stroke-dasharray="5 4"' if kernel == "roof" else ""
-        parts.append(
-            f'<line x1="{left:.1f}" y1="{y:.1f}" x2="{left + 24:.1f}" y2="{y:.1f}" '
-            f'stroke="{COLOURS[kernel]}" stroke-width="2"{dash}/>'
-        )
-        parts.append(_text(left + 32, y + 4, LABELS[kernel]))
+def _legend(styles: Sequence[Style], left: float, top: float) -> list[str]:
+    parts = [f'<rect x="{left - 6:.1f}" y="{top - 12:.1f}" width="226" '
+             f'height="{_LEGEND_LINE * len(styles) + 8}" fill="#ffffff"/>']  # fmt: skip
+    for row, style in enumerate(styles):
+        parts += _legend_line(style, left, top + _LEGEND_LINE * row, marked=False)
     return parts
+
+
+def _legend_line(style: Style, left: float, y: float, marked: bool) -> list[str]:
+    line = f'<line x1="{left:.1f}" y1="{y:.1f}" x2="{left + 24:.1f}" y2="{y:.1f}" {_stroke(style)}/>'
+    mark = [_mark(style, left + 12, y)] if marked and not style.dashed else []
+    return [line, *mark, _text(left + 32, y + 4, style.label)]
+
+
+def _mark(style: Style, x: float, y: float) -> str:
+    fill = f'fill="#ffffff" stroke="{style.colour}"' if style.hollow else f'fill="{style.colour}"'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" {fill}/>'
+
+
+def _stroke(style: Style) -> str:
+    dash = ' stroke-dasharray="5 4"' if style.dashed else ""
+    return f'stroke="{style.colour}" stroke-width="2"{dash}'
 
 
 def _place(value: float, span: tuple[float, float]) -> float:
@@ -225,10 +348,35 @@ def figure(records: Sequence[Record]) -> str:
     gpus = sorted({r["cell"]["gpu"] for r in select(records, "step_time_us", **step)})
     gpu = "H200" if "H200" in gpus or not gpus else gpus[0]
     rows = [info(records, gpu, **layer, **step) for layer in LAYERS]
-    return draw(rows, f"Decode on {gpu}, a token a step: bf16 activations, window 16")
+    chart = Chart(
+        f"Decode on {gpu}, a token a step: bf16 activations, window 16",
+        "effective batch (sequences x heads)",
+        "step of a layer, µs",
+        STEP_STYLES,
+        "no step_time_us records; derive summary.json from a run first",
+    )
+    return draw(rows, chart)
+
+
+def errors_figure(records: Sequence[Record]) -> str:
+    """The figure of the accuracy page: errors of states and of outputs against tokens, one token a step."""
+    place = (["H200"] if "H200" in error_places(records) else error_places(records) or [""])[0]
+    where = "the eager reference on a CPU" if place == "cpu" else f"kernels on {place}"
+    chart = Chart(
+        f"Errors against fp64, {where}: bf16 activations, a token a step, window 16",
+        "tokens",
+        "relative RMS error",
+        ERROR_STYLES,
+        "no error records; run benchmarks/accuracy.py, then derive summary.json",
+        legend_columns=3,
+        own_axes=True,
+    )
+    return draw(error_panels(records, place), chart)
 
 
 if __name__ == "__main__":
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    FIGURE.write_text(figure(load_summary()), encoding="utf-8")
-    print(f"wrote {FIGURE.relative_to(ROOT)}")
+    recorded = load_summary()
+    for path, drawn in ((FIGURE, figure), (ERRORS, errors_figure)):
+        path.write_text(drawn(recorded), encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")

@@ -13,13 +13,16 @@
                 "samples_us": {...}}],
      "stages": [{"spec": key, "effective_batch": n, "mode": "nonflush", "plan": key, "roof_us": ..,
                  "time_us": .., "without_us": {"output": .., ...}}],
+     "errors": [{"spec": key, "sequences": n, "heads": n, "kernel": "plan, or eager reference",
+                 "tokens": [..], "folds": [..], "output": {"found": [..], "ideal": [..], "rounding": [..]},
+                 "state": {"found": [..], "ideal": [..]}}],
      "totals": {"tune_minutes": .., "resumed": false, "scope": ".."},
      "records": [{"claim": .., "cell": {...}, "value": .., "unit": .., ...}]}
 
 Only ``gpu``, ``date`` and ``what`` are required. Of two runs that say the same of one cell the newer
 one counts. ``resumed`` says that a run found measurements or binaries of an earlier one: how long it took
 is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
-others.
+others. Of errors only some points make a record (:data:`ERROR_TOKENS`); their bound is in the run's protocol.
 """
 
 from __future__ import annotations
@@ -63,10 +66,18 @@ OPS = {"verify": "step", "native_verify": "native_step"}
 """A cell's ``op`` where it is not the spec's own: what verifies drafts is a step of ``T`` tokens."""
 
 CELL_KEYS = (
-    "family", "op", "T", "window", "head_dim", "state_size", "heads_per_group", "state_dtype",
-    "effective_batch", "gpu", "kernel", "mode", "without", "scope",
+    "family", "op", "T", "window", "head_dim", "state_size", "heads_per_group", "state_dtype", "ring_dtype",
+    "effective_batch", "gpu", "kernel", "tokens", "mode", "without", "scope",
 )  # fmt: skip
 """Keys of a record's cell, in the order they are written."""
+
+
+ERROR_CLAIMS = ("output_error", "state_error", "state_error_growth")
+"""What is claimed of errors against fp64; bounds differ from cell to cell."""
+ASKED_GROWTH = 1.1
+"""Asked of :func:`_growth`: that it is no more than what two samples differ by."""
+ERROR_TOKENS = (1, 16, 64, 256, 1024, 2048)
+"""After how many tokens of a run errors are recorded."""
 
 
 def derive(runs: Iterable[tuple[str, dict[str, Any]]]) -> list[Record]:
@@ -84,6 +95,8 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
         yield from _cell_records(cell, gpu)
     for cell in run.get("stages", ()):
         yield from _stage_records(cell, gpu)
+    for cell in run.get("errors", ()):
+        yield from _error_records(cell, gpu, run["protocol"])
     totals = dict(run.get("totals", {}))
     scope = totals.pop("scope", run["what"])
     if totals.pop("resumed", False):
@@ -144,6 +157,53 @@ def _stage_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     for left_out, value in times_us.items():
         yield _record("stage_time_us", {**key, "without": left_out}, value, None, "us", False)
     yield _record("stage_time_us", {**key, "kernel": "roof"}, cell["roof_us"], None, "us", False)
+
+
+def _error_records(cell: dict[str, Any], gpu: str, protocol: dict[str, Any]) -> Iterable[Record]:
+    """Errors of a kernel, of its ideal and of rounding alone, and whether they grow with the tokens."""
+    spec = Spec.parse(cell["spec"])
+    key = _key(spec, cell["sequences"] * cell["heads"], gpu)
+    kernel = "native" if spec.is_native else "replay"
+    if not spec.is_native:
+        key["ring_dtype"] = spec.ring_dtype
+    for index, tokens in enumerate(cell["tokens"]):
+        if tokens not in ERROR_TOKENS:
+            continue
+        at = {**key, "tokens": tokens}
+        for what in ("output", "state"):
+            found, ideal = (cell[what][name][index] for name in ("found", "ideal"))
+            bound = protocol["error_factor"] * ideal + protocol["error_floor"]
+            yield _record(f"{what}_error", {**at, "kernel": kernel}, found, bound, "1", False)
+            yield _record(f"{what}_error", {**at, "kernel": "ideal"}, ideal, None, "1", False)
+        layer = {name: at[name] for name in _LAYER_KEYS}
+        rounding = cell["output"]["rounding"][index]
+        yield _record("output_error", {**layer, "kernel": "rounding"}, rounding, None, "1", False)
+    for name, found in (("ideal", cell["state"]["ideal"]), (kernel, cell["state"]["found"])):
+        growth = _growth(cell["tokens"], found)
+        if growth is not None:
+            # What GDN writes depends on what it recalls: a 16-bit ring feeds its rounding back.
+            bounded = name == "replay" and (spec.family != "gdn" or spec.ring_dtype == "fp32")
+            asked = ASKED_GROWTH if bounded else None
+            yield _record("state_error_growth", {**key, "kernel": name}, growth, asked, "1", False)
+    if "folds" in cell:
+        yield _record("folds", {**key, "kernel": kernel}, cell["folds"][-1], None, "1", False)
+
+
+_LAYER_KEYS = ("family", "head_dim", "state_size", "heads_per_group", "effective_batch", "gpu", "tokens")
+"""What tells apart errors of rounding alone, whatever kernel the output is of."""
+
+
+def _growth(tokens: Sequence[int], found: Sequence[float]) -> float | None:
+    """Mean error over the last quarter of a run over that of its second quarter; None of a short run.
+
+    By the second quarter states that started at zero hold as much as they ever will.
+    """
+    end = tokens[-1]
+    early = [error for at, error in zip(tokens, found, strict=True) if end / 4 < at <= end / 2]
+    late = [error for at, error in zip(tokens, found, strict=True) if end * 3 / 4 < at]
+    if len(early) < 2 or not sum(early):
+        return None
+    return (sum(late) / len(late)) / (sum(early) / len(early))
 
 
 def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
