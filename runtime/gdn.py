@@ -7,6 +7,7 @@ from typing import Final
 from torch import Tensor
 
 from . import reference
+from .checks import is_whole
 from .contracts import (
     GDN_MATERIALIZE,
     GDN_NATIVE_STEP,
@@ -103,7 +104,7 @@ def gdn_step(
         SpecError: No kernel serves the key or value dim, window, number of tokens or dtypes.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
-    if num_tokens == 1 and query_start is None:
+    if query_start is None and is_whole(num_tokens) and num_tokens == 1:
         tensors = (
             q, k, v, a, b, A_log, dt_bias, state, ring_u, ring_k, ring_g, ring_start, ring_len, slot_index,
             out,

@@ -177,7 +177,8 @@ def fixed_starts(num_tokens: int, device_index: int) -> Tensor:
             f"the first rows of {num_tokens} tokens without query_start come while a CUDA graph is captured",
             hint="call warmup, or the step itself, before the capture, or pass query_start",
         )
-    return torch.arange(MAX_ROWS + 1, dtype=torch.int32, device=device) * num_tokens
+    # From the host: such a copy has arrived when it returns, so that any stream may read it at once.
+    return (torch.arange(MAX_ROWS + 1, dtype=torch.int32, device="cpu") * num_tokens).to(device)
 
 
 def _arguments(spec: Spec) -> tuple[TensorArgument, ...]:

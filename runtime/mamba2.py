@@ -7,6 +7,7 @@ from typing import Final
 from torch import Tensor
 
 from . import reference
+from .checks import is_whole
 from .contracts import (
     MAMBA2_MATERIALIZE,
     MAMBA2_NATIVE_STEP,
@@ -100,7 +101,7 @@ def mamba2_step(
         SpecError: No kernel serves the head dim, state size, window, number of tokens or dtypes.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
-    if num_tokens == 1 and query_start is None:
+    if query_start is None and is_whole(num_tokens) and num_tokens == 1:
         tensors = (
             x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_b, ring_decay, ring_start, ring_len,
             slot_index, out,

@@ -187,6 +187,8 @@ class Plan:
         for variant in self.variants:
             s, t = variant.structure, variant.tile
             blocks = f"p{t.block_p}.n{t.block_n}.f{t.fold_block_n}.w{t.num_warps}"
+            if s.solve != "columns":
+                blocks = f"{s.solve}.{blocks}"
             parts.append(f"{s.role}:{s.coefficients}.{s.route}.{s.readout}.{s.scores}.{s.load}.{blocks}")
         return "+".join(parts)
 

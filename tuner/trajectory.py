@@ -203,9 +203,9 @@ class Trajectory:
         if not spec.is_native:
             if ring_len is None:
                 self._len = torch.randint(0, spec.window + 1, (sequences,), generator=g)
-                if spec.num_tokens > 1:  # rows that flush though some of their tokens would fit
-                    some = self._len[::2]
-                    some.random_(spec.window - spec.num_tokens + 1, spec.window, generator=g)
+                if spec.verifies:  # rows that flush; of several tokens some would fit
+                    least = spec.window - spec.num_tokens + 1
+                    self._len[::2].random_(least, max(least + 1, spec.window), generator=g)
             else:
                 self._len.fill_(ring_len)
         self.recurrence = recurrence(spec, self.A, D=self.D, dt_bias=self.dt_bias)
@@ -361,6 +361,11 @@ class Trajectory:
             room = (spec.window - length.cpu()[sequence]).clamp(min=1)
             fits = (torch.rand(rows, generator=g) < 0.5) & (not spec.is_native)
             count = torch.where(fits, torch.minimum(count, room), count)
+            # A row without tokens leaves even a ring alone that it would have to fold.
+            full = (length.cpu() + spec.num_tokens > spec.window).nonzero()[:1, 0]
+            if not spec.is_native and len(full):
+                idle = (~attends).nonzero()[:1, 0]
+                count[idle], sequence[idle] = 0, full
             query_start = torch.cat([torch.zeros(1), count.cumsum(0)]).int()
             spare = int(torch.randint(0, 2 * most, (), generator=g))
         live = attends & (count > 0)

@@ -30,18 +30,23 @@ OTHER_SPECS: dict[str, dict[str, Any]] = {
     "family": {"family": "gdn", "has_d": False},
 }
 OTHER_GDN_SPECS: dict[str, dict[str, Any]] = {"qk_l2norm": {"qk_l2norm": True}}
-ONE_VALUE = {"num_tokens"}
-"""Fields that this version gives one value."""
+OTHER_VERIFY_SPECS: dict[str, dict[str, Any]] = {"num_tokens": {"num_tokens": 4}}
+BASES = {
+    **dict.fromkeys(OTHER_SPECS, SPEC),
+    **dict.fromkeys(OTHER_GDN_SPECS, dataclasses.replace(SPEC, family="gdn", has_d=False)),
+    **dict.fromkeys(OTHER_VERIFY_SPECS, dataclasses.replace(SPEC, op="verify")),
+}
+"""What has other values of a field, by field."""
 
 
 def test_every_spec_field_is_in_the_collision_test():
-    assert {f.name for f in dataclasses.fields(Spec)} == {*OTHER_SPECS, *OTHER_GDN_SPECS} | ONE_VALUE
+    assert {f.name for f in dataclasses.fields(Spec)} == set(BASES)
 
 
-@pytest.mark.parametrize("field", [*OTHER_SPECS, *OTHER_GDN_SPECS])
+@pytest.mark.parametrize("field", BASES)
 def test_a_changed_spec_field_changes_key_and_hash(field):
-    spec = SPEC if field in OTHER_SPECS else dataclasses.replace(SPEC, family="gdn", has_d=False)
-    other = dataclasses.replace(spec, **(OTHER_SPECS | OTHER_GDN_SPECS)[field])
+    spec = BASES[field]
+    other = dataclasses.replace(spec, **(OTHER_SPECS | OTHER_GDN_SPECS | OTHER_VERIFY_SPECS)[field])
     assert other.key != spec.key
     assert other != spec
     assert len({spec, other}) == 2
@@ -68,14 +73,6 @@ def test_what_materialises_depends_on_the_ring_alone():
     wide = dataclasses.replace(SPEC, ring_dtype="fp32")
     assert wide.materialize == dataclasses.replace(wide, activation_dtype="fp32").materialize
     assert wide.materialize != SPEC.materialize
-
-
-@pytest.mark.parametrize("field", sorted(ONE_VALUE))
-def test_fields_of_one_value_are_in_the_key_already(field):
-    # Forced past the checks: once a second value is allowed, keys must differ.
-    other = dataclasses.replace(SPEC)
-    object.__setattr__(other, field, 4)
-    assert other.key != SPEC.key
 
 
 @settings(max_examples=50, deadline=None)
@@ -127,6 +124,14 @@ def test_a_changed_structure_field_changes_the_key_and_unknown_values_are_refuse
     assert dataclasses.replace(structure, **{field: second}).key != structure.key
     with pytest.raises(SpecError, match=f"{field} 'magic' is not one of"):
         dataclasses.replace(structure, **{field: "magic"})
+
+
+def test_another_solve_is_another_class_of_numerics():
+    columns, inverse = (
+        Structure("both", readout="dot", scores="dot", solve=s) for s in ("columns", "inverse")
+    )
+    tile = Tile(16, 16, 16)
+    assert Plan((Variant(columns, tile),)).numerics != Plan((Variant(inverse, tile),)).numerics
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,12 @@ def test_a_query_start_is_told_apart(family: str) -> None:
             assert not call_op(f"{family}_{op}", some)[3:].any()
 
 
+@pytest.mark.parametrize("odd", [1.0, True, torch.tensor(1)], ids=["float", "bool", "tensor"])
+def test_what_equals_one_but_is_no_whole_number_is_refused(family: str, odd: object) -> None:
+    with pytest.raises(ArgumentError, match=r"num_tokens is .*; expected a whole number"):
+        call_op(f"{family}_step", arguments(f"{family}_step", num_tokens=odd))
+
+
 Bad = tuple[dict[str, Any], type[ReplayError], str]
 BAD_NUMBERS: list[Bad] = [
     ({"num_tokens": 0}, SpecError, "-1 drafts make 0 tokens a row, verify takes 1 to 16"),

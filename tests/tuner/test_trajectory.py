@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.gate import commit
 from replayssm_tune.tuner.pool import make_pool
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
 
@@ -213,6 +214,25 @@ def test_rows_of_several_tokens(spec: Spec, op: str, num_tokens: int, window: in
             wanted |= {"flushes, fits", "flushes, full", "stays, fits", f"{num_tokens} kept of {num_tokens}"}
             wanted |= {f"0 kept of {num_tokens}"}
     assert wanted <= met
+
+
+@FAMILIES
+@pytest.mark.parametrize(("num_tokens", "window"), [(1, 3), (3, 5), (4, 4)])
+def test_some_row_without_tokens_has_a_ring_that_would_flush(
+    spec: Spec, num_tokens: int, window: int
+) -> None:
+    spec = drafts(spec, num_tokens, window)
+    scene = Trajectory(spec, heads=4, steps=12, padded_rows=1, packed=1.0)
+    pool, seen = scene.pool(), 0
+    for step in scene:
+        assert step.query_start is not None
+        full = pool.ring_len + num_tokens > window
+        empty = step.slot_index[step.query_start.diff() == 0]
+        if full[scene.slot_of].any():
+            assert full[empty[empty >= 0].long()].any()
+            seen += 1
+        commit(spec, pool, step)
+    assert seen >= 3
 
 
 @pytest.mark.parametrize("packed", [0.0, 1.0])
