@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 
 from replayssm_tune.runtime.errors import TableError
-from replayssm_tune.runtime.table import Toolchain, dumps, gpu_slug, is_stale, load, loads, merge, save
+from replayssm_tune.runtime.merge import merge
+from replayssm_tune.runtime.table import Toolchain, dumps, gpu_slug, is_stale, load, loads, save
 from tests.runtime.table_samples import H100, H200, SPEC, row, static_row, table, tables
 
 
