@@ -125,7 +125,7 @@ class Variant:
         """Canonical string of structure and tile, joined by ``/``."""
         return f"{self.structure.key}/{self.tile.key}"
 
-    @property
+    @functools.cached_property
     def numerics(self) -> str:
         """What its outputs' and states' bits hang on, e.g. ``both:inline.output_only.dot.dot.late.p32...``.
 

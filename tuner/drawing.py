@@ -62,10 +62,18 @@ def _draw_table(data: Data, console: Console) -> list[str]:
         f"triton {data['toolchain']['triton']}"
     )
     groups = {group["spec"]: [_cells(row) for row in group["rows"]] for group in data["specs"]}
+    promised = {
+        group["spec"]: row["numerics"]
+        for group in data["specs"]
+        for row in group["rows"][:1]
+        if row["batch_invariant"]
+    }
     rows = [cells for group in groups.values() for cells in group]
     columns, left_out = _fitting(rows, console)
     for spec, group in groups.items():
         console.print(spec, style="italic")  # as the grid's title it would be broken to the grid's width
+        if spec in promised:
+            console.print(f"batch-invariant: numerics class {promised[spec]}", soft_wrap=True)
         console.print(_row_grid(columns, group))
     return left_out
 

@@ -25,6 +25,7 @@ from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
 from .candidates import Candidates, compile_candidates, spec_jobs
 from .check import check
+from .errors import UsageError
 from .generate import generate
 from .gpu_bench import GpuBench
 from .measured import CellResult, MeasuredTune, cache_folder, workers
@@ -81,6 +82,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         ToolchainError: Triton, its assembler or a C compiler is missing.
         EmitError: The output folder cannot be written.
         TableError: The output folder has a table of this GPU that cannot be read.
+        UsageError: A static tune is to be batch-invariant beside measured rows that are not.
     """
     check_toolchain(launching=job.target.measured)
     check_writable(job.output, job.target.gpu.info)
@@ -211,10 +213,17 @@ def _record(
 def _static(job: Job, report: Report) -> Tuned:
     began = time.monotonic()
     gpu = job.target.gpu
+    before = _held(job)
+    timed = {row.spec for row in before if row.source != "static" and not row.batch_invariant}
+    if job.batch_invariant and not timed.isdisjoint(work.spec for work in job.work):
+        raise UsageError(
+            "measured rows stay where estimates come, and these are not batch-invariant",
+            where=f"--output {job.output}",
+            hint="choose another --output, and let REPLAYSSM_TABLE_DIR name that folder's tables alone",
+        )
     result = static_tune(job, cache_folder(job.store), workers(), report)
     toolchain = Toolchain(triton=triton.__version__, torch=torch.__version__, driver="")
     table = Table(gpu.info, toolchain, "static", __version__, runfile.today(), tuple(result.rows))
-    before = _held(job)
     emission = emit(job.output, table)
     written = load(emission.table_path)
     wanted = {(row.spec, row.effective_batch) for row in written.rows}
@@ -264,11 +273,6 @@ def _promise_notes(job: Job, before: Iterable[Row], written: Table) -> list[str]
         kept = any(row.batch_invariant for row in now.values() if row.spec == work.spec)
         if lost:
             notes.append(f"{work.spec.key}: {lost} rows of other numerics classes were left out")
-        if job.batch_invariant and not kept:
-            notes.append(
-                f"{work.spec.key}: NOT batch-invariant, since measured rows in {job.output} are not; choose "
-                "another --output, and let REPLAYSSM_TABLE_DIR name that"
-            )
         if not job.batch_invariant and not kept and any(row.batch_invariant for row in held):
             notes.append(f"{work.spec.key}: no longer batch-invariant: this tune was not")
     return notes

@@ -160,7 +160,7 @@ def changed(variant: Variant, name: str, value: object) -> Variant:
 
 def test_a_numerics_class_names_all_that_changes_bits_and_nothing_else():
     variant = Variant(Structure("both"), Tile(32, 64, 32))
-    others = {name: values[1] for name, values in STRUCTURE_VALUES.items()}
+    others: dict[str, object] = {name: values[1] for name, values in STRUCTURE_VALUES.items()}
     others |= {"block_p": 16, "block_n": 32, "fold_block_n": 64, "num_warps": 2, "num_stages": 2}
     others |= {"heads_per_program": 2, "max_registers": 168, "evict_first": True}
     assert set(others) == {f.name for record in (Structure, Tile) for f in dataclasses.fields(record)}

@@ -17,7 +17,7 @@ from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import load
 from replayssm_tune.tuner import candidates, choose, measured, models, run
-from replayssm_tune.tuner.errors import GateError, StoreError
+from replayssm_tune.tuner.errors import GateError, StoreError, UsageError
 from replayssm_tune.tuner.gate import Verdict
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Environment, Timing
@@ -222,6 +222,16 @@ def test_rows_that_would_break_the_promise_go_and_a_plain_tune_ends_it(
     plain = run.tune(job(tmp_path), silent)
     assert not any(row.batch_invariant for row in plain.table.rows)
     assert any("no longer batch-invariant" in note for note in plain.notes)
+
+
+def test_estimates_that_promise_one_class_are_refused_beside_measured_rows(
+    fake: type[FakeBench], tmp_path: Path
+) -> None:
+    run.tune(job(tmp_path), silent)
+    static = dataclasses.replace(invariant(tmp_path), target=Target(GPU, False, "static"))
+    with pytest.raises(UsageError, match="not batch-invariant") as error:
+        run.tune(static, silent)
+    assert "another --output" in error.value.hint
 
 
 def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(
