@@ -40,8 +40,6 @@ CASES: dict[str, tuple[Spec, Structure, Tile]] = {
     "inline": (STEP, Structure("both"), FOLDING),
     "precomputed": (STEP, Structure("both", "precomputed"), FOLDING),
     "dot": (STEP, Structure("both", readout="dot"), FOLDING),
-    "rebuild": (STEP, Structure("both", route="rebuild"), FOLDING),
-    "nonflush": (STEP, Structure("nonflush"), READING),
     "flush": (STEP, Structure("flush", readout="dot"), FOLDING),
     "gdn": (GDN, Structure("both"), FOLDING),
     "gdn-rebuild": (GDN, Structure("both", route="rebuild"), FOLDING),
