@@ -14,10 +14,11 @@ from pathlib import Path
 from ..runtime.defaults import defaults_beside
 from ..runtime.errors import TableError
 from ..runtime.lookup import read_folder
+from ..runtime.merge import merge
 from ..runtime.modules import module_name
 from ..runtime.plan import Structure
 from ..runtime.spec import Spec
-from ..runtime.table import GpuInfo, Row, Table, dumps, gpu_slug, is_stale, load, merge
+from ..runtime.table import GpuInfo, Row, Table, dumps, gpu_slug, is_stale, load
 from .files import emit_error, write
 from .render import GENERATED_MARK, SHARED, module_digest, render
 
@@ -51,7 +52,7 @@ def check_writable(folder: Path, gpu: GpuInfo) -> None:
         EmitError: As :func:`emit`.
         TableError: As :func:`emit`.
     """
-    path = _table_path(folder, gpu)
+    path = table_path(folder, gpu)
     probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with _locked(folder):
         if path.is_file():
@@ -67,7 +68,8 @@ def check_writable(folder: Path, gpu: GpuInfo) -> None:
             raise emit_error(probe, error) from error
 
 
-def _table_path(folder: Path, gpu: GpuInfo) -> Path:
+def table_path(folder: Path, gpu: GpuInfo) -> Path:
+    """Where :func:`emit` writes the table of a GPU."""
     return folder / "tables" / f"{gpu_slug(gpu.name)}.json"
 
 
@@ -80,7 +82,7 @@ def emit(folder: Path, table: Table, *, keep: bool = True, progress: Progress | 
     Args:
         folder: A ``generated`` folder; made where missing.
         table: Rows to write, of one GPU.
-        keep: Rows that the GPU's file already has stay, as :func:`..runtime.table.merge` joins them;
+        keep: Rows that the GPU's file already has stay, as :func:`..runtime.merge.merge` joins them;
             False replaces the file.
         progress: Called once a module.
 
@@ -88,7 +90,7 @@ def emit(folder: Path, table: Table, *, keep: bool = True, progress: Progress | 
         EmitError: Full disk or read-only folder.
         TableError: The GPU's file cannot be read, or is of another GPU; nothing is written.
     """
-    path = _table_path(folder, table.gpu)
+    path = table_path(folder, table.gpu)
     with _locked(folder):
         if keep and path.is_file():
             table = merge((load(path), table))

@@ -3,7 +3,7 @@
 The first of these that has a row wins:
 
 =============  ==================================================================
-``user``       rows of the user's tables for this GPU, static ones excepted
+``user``       rows of the user's tables for this GPU, static ones only where batch-invariant
 ``measured``   rows measured on this GPU
 ``sister``     rows measured on another GPU of this capability and SM count
 ``architecture``  rows measured on the same architecture, nearest SM count first
@@ -14,6 +14,9 @@ The first of these that has a row wins:
 A spec that none of the first five serves takes the row of a neighbouring spec, one that differs in
 the optional inputs only, before the default. Looking up is a pure function of the tables and the
 arguments: it never tunes, never compiles, and all ranks agree.
+
+Batch-invariant rows of a spec are of one numerics class and serve every batch, however far from their
+own. Where they come first, nothing else serves their spec; where they do not, the reason says so.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import functools
 import importlib.resources
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -34,9 +36,10 @@ from typing import TYPE_CHECKING, Final
 
 from .defaults import default_plan
 from .errors import DispatchError, TableError
+from .kinship import Relation, relation_of
 from .plan import Plan
 from .spec import Spec
-from .table import GpuInfo, Row, Table, gpu_slug, loads
+from .table import GpuInfo, Row, Table, loads
 
 if TYPE_CHECKING:
     if sys.version_info >= (3, 11):
@@ -102,6 +105,8 @@ class Found:
     """One sentence: whose row, and why it serves this call."""
     step: str
     """One of :data:`STEPS`."""
+    batch_invariant: bool = False
+    """Whether every batch of the spec is served by plans of this one's numerics class, on this GPU."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +133,15 @@ class _Series:
     batches: tuple[int, ...]
     static: bool
     user: bool
+    invariant: bool
+    """The rows are of one numerics class, and promise it for every batch."""
 
     def pick(self, effective_batch: int) -> Row | None:
         """The nearest row, or None where it does not reach."""
         row = self.rows[bisect.bisect_left(self.batches, nearest(effective_batch, self.batches))]
         first, last = self.batches[0], self.batches[-1]
+        if self.invariant:
+            return row
         if first <= effective_batch <= last or _cell(effective_batch) == _cell(row.effective_batch):
             return row
         # Beyond the ends only a timed row serves, and the winner of a small batch only nearby.
@@ -150,6 +159,8 @@ class _Link:
     step: str
     series: _Series
     spec: Spec
+    first: bool = False
+    """Nothing comes before it."""
 
 
 class Lookup:
@@ -188,14 +199,16 @@ class Lookup:
         hit = self._serve(spec, effective_batch, gpu)
         if hit is not None:
             link, row = hit
-            return Found(row.plan, row, self._reason(link, row, spec, effective_batch, gpu), link.step)
+            reason = self._reason(link, row, spec, effective_batch, gpu)
+            return Found(row.plan, row, reason, link.step, link.series.invariant and link.first)
         reason = f"no table has a row for {spec.key} at effective batch {effective_batch} on {_gpu(gpu)}"
         if strict:
             raise DispatchError(
                 f"{reason}; tune it with 'replayssm-tune tune', point {TABLE_DIR_VARIABLE} to a table that "
                 "has it, or leave strict mode to run the default plan"
             )
-        return Found(self._default_plan(spec), None, f"{reason}: computed default plan", "default")
+        alone = not self._chain(spec, gpu)
+        return Found(self._default_plan(spec), None, f"{reason}: computed default plan", "default", alone)
 
     def explain(self, spec: Spec, effective_batch: int, gpu: GpuInfo) -> tuple[Candidate, ...]:
         """Every place :meth:`find` looks in, in order; the one that serves is marked."""
@@ -248,7 +261,9 @@ class Lookup:
             batches = tuple(row.effective_batch for row in rows)
             if spec not in self._series:
                 self._neighbours.setdefault(_without_options(spec), []).append(spec)
-            self._series.setdefault(spec, []).append(_Series(table.gpu, tuple(rows), batches, static, user))
+            invariant = all(row.batch_invariant for row in rows)
+            series = _Series(table.gpu, tuple(rows), batches, static, user, invariant)
+            self._series.setdefault(spec, []).append(series)
 
     def _chain(self, spec: Spec, gpu: GpuInfo) -> tuple[_Link, ...]:
         chain = self._chains.get((spec, gpu))
@@ -257,12 +272,16 @@ class Lookup:
             for other in self._neighbours.get(_without_options(spec), ()):
                 distance = sum(getattr(spec, name) != getattr(other, name) for name in _OPTIONAL_INPUTS)
                 for series in self._series[other]:
-                    relation = _relation(series.gpu, gpu)
+                    relation = relation_of(series.gpu, gpu)
                     step = _step(series, relation)
                     if step:
-                        own = (distance > 0, STEPS.index(step), distance, series.static, not series.user)
+                        # Whose own GPU it is comes first; of other GPUs the closest does.
+                        promise = series.invariant and step in ("user", "measured")
+                        place = (distance > 0, STEPS.index(step), distance)
+                        own = (*place, not promise, series.static, not series.user)
                         ranked.append((own + relation.preference, _Link(step, series, other)))
-            chain = tuple(link for _, link in sorted(ranked, key=lambda item: item[0]))
+            ordered = [link for _, link in sorted(ranked, key=lambda item: item[0])]
+            chain = tuple(dataclasses.replace(link, first=not i) for i, link in enumerate(ordered))
             self._chains[spec, gpu] = chain
         return chain
 
@@ -287,6 +306,10 @@ class Lookup:
         if link.spec != spec:
             changed = (n for n in _OPTIONAL_INPUTS if getattr(spec, n) != getattr(link.spec, n))
             parts.append(f"neighbouring spec {link.spec.key}, which differs in {', '.join(changed)}")
+        if link.series.invariant and link.first:
+            parts.append("batch-invariant: one numerics class at every batch")
+        elif link.series.invariant:
+            parts.append("batch-invariant rows, but others come first: not so at every batch")
         if self._is_stale is not None and self._is_stale(row):
             parts.append("stale: its kernel has changed since")
         return "; ".join(parts)
@@ -374,70 +397,17 @@ def _without_options(spec: Spec) -> Spec:
     )
 
 
-@dataclass(frozen=True)
-class _Relation:
-    """What the GPU of a table is to the GPU that asks."""
-
-    alike: bool
-    """Same capability and SM count."""
-    other_model: bool
-    """Alike, but by its name another model."""
-    same_architecture: bool
-    preference: tuple[float, ...]
-    """Smaller is closer: SM count, then words of the name, then memory and cache."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _relation(theirs: GpuInfo, gpu: GpuInfo) -> _Relation:
-    alike = (theirs.vendor, theirs.capability, theirs.sm_count) == (
-        gpu.vendor, gpu.capability, gpu.sm_count,
-    )  # fmt: skip
-    shared = len(set(_words(theirs.name)) & set(_words(gpu.name)))
-    return _Relation(
-        alike=alike,
-        other_model=alike and _other_model(theirs.name, gpu.name),
-        same_architecture=_architecture(theirs) == _architecture(gpu),
-        preference=(
-            abs(theirs.sm_count - gpu.sm_count),
-            -shared,
-            abs(theirs.memory_bytes - gpu.memory_bytes),
-            abs(theirs.l2_bytes - gpu.l2_bytes),
-        ),
-    )
-
-
-def _step(series: _Series, relation: _Relation) -> str | None:
+def _step(series: _Series, relation: Relation) -> str | None:
     """The step at which a GPU reaches the series, or None."""
-    if relation.alike and series.user and not series.static and not relation.other_model:
+    # Analysis does not hide what was measured, unless the user asked for one class at all batches.
+    asked_for = series.user and (series.invariant or not series.static)
+    if relation.alike and asked_for and not relation.other_model:
         return "user"
     if series.static:
         return "static" if relation.alike else None
     if relation.alike:
         return "sister" if relation.other_model else "measured"
     return "architecture" if relation.same_architecture else None
-
-
-def _architecture(gpu: GpuInfo) -> tuple[object, ...]:
-    """GPUs whose plans run on each other: of one major capability.
-
-    Within 8.x shared memory and caches differ too much (A100 164 KB, GA10x and L40S 100 KB an SM):
-    there each capability stands alone.
-    """
-    major, minor = gpu.capability
-    return (gpu.vendor, major, minor if major == 8 else None)
-
-
-_MODEL = re.compile(r"[a-z]{1,2}\d{2,3}[a-z]?|\d{4}")
-
-
-def _words(name: str) -> list[str]:
-    return gpu_slug(name).split("-")
-
-
-def _other_model(one: str, other: str) -> bool:
-    """Whether both names tell a model (``h200``, ``l40s``, ``6000``) and not the same one."""
-    models = [{word for word in _words(name) if _MODEL.fullmatch(word)} for name in (one, other)]
-    return all(models) and not models[0] & models[1]
 
 
 def _gpu(gpu: GpuInfo) -> str:

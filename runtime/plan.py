@@ -125,6 +125,22 @@ class Variant:
         """Canonical string of structure and tile, joined by ``/``."""
         return f"{self.structure.key}/{self.tile.key}"
 
+    @functools.cached_property
+    def numerics(self) -> str:
+        """What its outputs' and states' bits hang on, e.g. ``both:inline.output_only.dot.dot.late.p32...``.
+
+        Blocks and warps decide how the values of a sum lie on threads, hence its order, also where they do
+        not cut it. A pipelined loop (its depth does not count) loads the state in the layout of the product
+        that takes it, so that multiplications and additions contract which are apart without one. What a
+        program loops over, how often, register caps and cache policies change no arithmetic.
+        """
+        s, t = self.structure, self.tile
+        parts = [s.coefficients, s.route, s.readout, s.scores, s.load]
+        parts += [s.solve] if s.solve != "columns" else []
+        parts += [f"p{t.block_p}", f"n{t.block_n}", f"f{t.fold_block_n}", f"w{t.num_warps}"]
+        parts += ["pipelined"] if t.num_stages > 1 else []
+        return f"{s.role}:{'.'.join(parts)}"
+
     def row_blocks(self, head_dim: int) -> int:
         """Blocks of rows that a head is divided into."""
         return -(-head_dim // self.tile.block_p)
@@ -182,15 +198,13 @@ class Plan:
 
     @functools.cached_property
     def numerics(self) -> str:
-        """Class of arithmetic and reduction order of the outputs: equal classes, equal bits."""
-        parts = []
-        for variant in self.variants:
-            s, t = variant.structure, variant.tile
-            blocks = f"p{t.block_p}.n{t.block_n}.f{t.fold_block_n}.w{t.num_warps}"
-            if s.solve != "columns":
-                blocks = f"{s.solve}.{blocks}"
-            parts.append(f"{s.role}:{s.coefficients}.{s.route}.{s.readout}.{s.scores}.{s.load}.{blocks}")
-        return "+".join(parts)
+        """Numerics class: arithmetic and reduction order of outputs and stored states, of all launches.
+
+        Two plans of one class give a spec's calls equal bits, if the calls' tensors have equal dtypes and are
+        both aligned to 16 bytes or both not. The converse need not hold. Which rows flush hangs on their ring
+        lengths alone, so a class says nothing of batches.
+        """
+        return "+".join(variant.numerics for variant in self.variants)
 
     @classmethod
     def parse(cls, key: str) -> Plan:

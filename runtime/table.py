@@ -15,7 +15,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -54,10 +54,10 @@ class GpuInfo:
     """Second-level cache, bytes; 0 where unknown."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.name and self.vendor), "the GPU's name and vendor must not be empty")
-        _require(self.sm_count >= 1, f"sm_count {self.sm_count} must be at least 1")
-        _require(self.memory_bytes >= 1, f"memory_bytes {self.memory_bytes} must be at least 1")
-        _require(self.l2_bytes >= 0, f"l2_bytes {self.l2_bytes} must not be negative")
+        require(bool(self.name and self.vendor), "the GPU's name and vendor must not be empty")
+        require(self.sm_count >= 1, f"sm_count {self.sm_count} must be at least 1")
+        require(self.memory_bytes >= 1, f"memory_bytes {self.memory_bytes} must be at least 1")
+        require(self.l2_bytes >= 0, f"l2_bytes {self.l2_bytes} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -133,34 +133,41 @@ class Row:
     origin: str
     """Where a transferred row came from, else ``""``."""
     numerics: str
-    """Numerics class: arithmetic and reduction order of the outputs."""
+    """Numerics class as the writer names it: arithmetic and reduction order of outputs and stored states."""
     toolchain: Toolchain | None = None
     """Versions this row was made with, where they are not the table's."""
     date: str = ""
     """ISO date this row was made on, where it is not the table's."""
+    batch_invariant: bool = False
+    """Whether all rows of the spec in this table are of one numerics class: equal bits at every batch."""
+
+    @property
+    def key(self) -> tuple[Spec, int]:
+        """What it is found by: one row a table."""
+        return (self.spec, self.effective_batch)
 
     def __post_init__(self) -> None:
         variants = len(self.plan.variants)
-        _require(self.effective_batch >= 1, f"effective_batch {self.effective_batch} must be at least 1")
+        require(self.effective_batch >= 1, f"effective_batch {self.effective_batch} must be at least 1")
         _one_of("source", self.source, SOURCES)
         legal = self.plan.roles in PLAN_ROLES[self.spec.op]
-        _require(legal, f"op '{self.spec.op}' cannot use plan {self.plan.key}")
+        require(legal, f"op '{self.spec.op}' cannot use plan {self.plan.key}")
         for name in ("module_digests", "binaries"):
             count = len(getattr(self, name))
-            _require(count == variants, f"{name} has {count} entries for {variants} kernels of the plan")
-        _require(all(self.module_digests), "a module digest is empty")
+            require(count == variants, f"{name} has {count} entries for {variants} kernels of the plan")
+        require(all(self.module_digests), "a module digest is empty")
         for variant in self.plan.variants:
             _check_tile(variant.tile)
         for name, value in vars(self).items():
             if isinstance(value, float):
                 positive = value >= 0 if name == "noise_floor" else value > 0
-                _require(math.isfinite(value) and positive, f"{name} {value} is not a positive number")
-        _require(all(math.isfinite(s) and s > 0 for s in self.samples_us), "samples_us must be positive")
+                require(math.isfinite(value) and positive, f"{name} {value} is not a positive number")
+        require(all(math.isfinite(s) and s > 0 for s in self.samples_us), "samples_us must be positive")
         if self.source == "measured":
-            _require(self.time_us is not None, "a measured row needs time_us")
-            _require(bool(self.samples_us), "a measured row needs samples_us")
+            require(self.time_us is not None, "a measured row needs time_us")
+            require(bool(self.samples_us), "a measured row needs samples_us")
         if self.source == "transferred":
-            _require(bool(self.origin), "a transferred row must name its origin")
+            require(bool(self.origin), "a transferred row must name its origin")
         if self.date:
             _iso_date(self.date)
 
@@ -170,7 +177,8 @@ class Table:
     """All rows of one GPU, sorted by spec and effective batch, with their provenance.
 
     Raises:
-        TableError: Provenance is missing, two rows have one key, or a static table holds measured rows.
+        TableError: Provenance is missing, two rows have one key, a static table holds measured rows, or
+            batch-invariant rows of a spec stand beside others or are of several numerics classes.
     """
 
     gpu: GpuInfo
@@ -185,19 +193,25 @@ class Table:
 
     def __post_init__(self) -> None:
         _one_of("source", self.source, SOURCES[:2])
-        _require(bool(self.generator), "provenance is missing: generator is empty")
+        require(bool(self.generator), "provenance is missing: generator is empty")
         _iso_date(self.date)
         needed = ("triton", "torch", "driver") if self.source == "measured" else ("triton",)
         for name in needed:
-            _require(bool(getattr(self.toolchain, name)), f"provenance is missing: toolchain.{name} is empty")
-        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_key)))
+            require(bool(getattr(self.toolchain, name)), f"provenance is missing: toolchain.{name} is empty")
+        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=lambda row: row.key)))
         for before, after in itertools.pairwise(self.rows):
-            _require(
-                _key(before) != _key(after),
+            require(
+                before.key != after.key,
                 f"two rows for {after.spec.key} at effective batch {after.effective_batch}",
             )
         if self.source == "static":
-            _require(all(r.source != "measured" for r in self.rows), "a static table holds measured rows")
+            require(all(r.source != "measured" for r in self.rows), "a static table holds measured rows")
+        for spec, group in itertools.groupby(self.rows, key=lambda row: row.spec):
+            promises = {(row.batch_invariant, row.batch_invariant and row.plan.numerics) for row in group}
+            require(
+                len(promises) == 1,
+                f"some rows of {spec.key} are batch-invariant, but not all of them are of one numerics class",
+            )
 
 
 def load(path: str | Path) -> Table:
@@ -226,10 +240,10 @@ def loads(text: str, where: str = "table") -> Table:
     except (ValueError, RecursionError) as error:
         raise TableError(f"{where}: not JSON ({error}); {advice}") from error
     try:
-        _require(isinstance(document, dict), "a table is a JSON object")
+        require(isinstance(document, dict), "a table is a JSON object")
         _check_schema(document.pop("schema_version", None))
         rows = document.pop("rows", None)
-        _require(isinstance(rows, list), "rows is missing or not a list")
+        require(isinstance(rows, list), "rows is missing or not a list")
         document["rows"] = []
         header: Table = decode(Table, document, "")
         return replace(header, rows=tuple(_decode_row(row, i) for i, row in enumerate(rows)))
@@ -275,36 +289,6 @@ def save(table: Table, path: str | Path) -> None:
         ) from error
 
 
-def merge(tables: Iterable[Table]) -> Table:
-    """One table of the rows of several tables of one GPU.
-
-    Where two tables have a row for the same key, a measured row wins over a transferred one and
-    that over a static one; among equals the later table wins. The last measured table (the last one
-    if none is measured) gives the header; rows made with other versions or on another day say so.
-
-    Raises:
-        TableError: No tables, or tables of different GPUs.
-    """
-    tables = tuple(tables)
-    _require(bool(tables), "nothing to merge: name at least one table")
-    source = "measured" if any(t.source == "measured" for t in tables) else "static"
-    header = next(t for t in reversed(tables) if t.source == source)
-    header = replace(header, date=max(t.date for t in tables))
-    rank = {"static": 0, "transferred": 1, "measured": 2}
-    rows: dict[tuple[Spec, int], Row] = {}
-    for table in tables:
-        _require(
-            _identity(table.gpu) == _identity(header.gpu),
-            f"tables of different GPUs cannot be merged: {table.gpu.name} ({table.gpu.sm_count} SMs) and "
-            f"{header.gpu.name} ({header.gpu.sm_count} SMs); keep a file for each",
-        )
-        for row in table.rows:
-            held = rows.get(_key(row))
-            if held is None or rank[row.source] >= rank[held.source]:
-                rows[_key(row)] = _with_provenance(row, table, header)
-    return replace(header, rows=tuple(rows.values()))
-
-
 def is_stale(row: Row, digest_of: Callable[[Spec, Structure], str]) -> bool:
     """Whether a module of ``row`` has changed since the row was made.
 
@@ -326,31 +310,13 @@ class _SchemaError(TableError):
 
 
 def _check_schema(version: object) -> None:
-    _require(version is not None, "schema_version is missing")
+    require(version is not None, "schema_version is missing")
     if version == SCHEMA_VERSION and not isinstance(version, bool):
         return
     newer = isinstance(version, int) and version > SCHEMA_VERSION
     raise _SchemaError(
         f"schema_version {version!r} is not known, this version reads {SCHEMA_VERSION}; "
         + ("upgrade replayssm-tune to read it" if newer else "tune again to write the table anew")
-    )
-
-
-def _key(row: Row) -> tuple[Spec, int]:
-    return (row.spec, row.effective_batch)
-
-
-def _identity(gpu: GpuInfo) -> tuple[object, ...]:
-    return (gpu.vendor, gpu.capability, gpu.sm_count, gpu_slug(gpu.name))
-
-
-def _with_provenance(row: Row, of: Table, under: Table) -> Row:
-    """``row`` of table ``of`` as it stands under the header of ``under``: what differs is written out."""
-    toolchain, date = row.toolchain or of.toolchain, row.date or of.date
-    return replace(
-        row,
-        toolchain=None if toolchain == under.toolchain else toolchain,
-        date="" if date == under.date else date,
     )
 
 
@@ -375,7 +341,7 @@ SPLIT_FIELDS: Final = ("plan", "module_digests", "binaries")
 
 _ROW_LINES: Final = (
     ("spec", "effective_batch"),
-    ("source", "origin", "verdict", "numerics", "toolchain", "date"),
+    ("source", "origin", "verdict", "numerics", "batch_invariant", "toolchain", "date"),
     ("launches",),
     ("time_us", "native_time_us", "default_time_us", "roof_time_us", "noise_floor"),
     ("nonflush_time_us", "nonflush_roof_us", "flush_time_us", "flush_roof_us"),
@@ -390,6 +356,8 @@ def _row_text(row: Row) -> str:
         for variant, digest, binaries in zip(row.plan.variants, row.module_digests, row.binaries, strict=True)
     )
     fields["launches"] = [encode(launch) for launch in launches]
+    if not row.batch_invariant:  # said where it holds, so that older versions read all other tables
+        del fields["batch_invariant"]
     lines = []
     for names in _ROW_LINES:
         if names == ("launches",):
@@ -397,21 +365,21 @@ def _row_text(row: Row) -> str:
             lines.append(f'      "launches": [\n{inner}\n      ]')
         else:
             lines.append(
-                "      " + ", ".join(f"{json_text(name)}: {json_text(fields[name])}" for name in names)
+                "      " + ", ".join(f"{json_text(n)}: {json_text(fields[n])}" for n in names if n in fields)
             )
     return "    {\n" + ",\n".join(lines) + "\n    }"
 
 
 def _decode_row(data: object, index: int) -> Row:
     where = f"row {index}"
-    _require(isinstance(data, dict), f"{where}: a row is a JSON object")
+    require(isinstance(data, dict), f"{where}: a row is a JSON object")
     assert isinstance(data, dict)
     spec, batch = data.get("spec"), data.get("effective_batch")
     if isinstance(spec, dict):
         where += f" (op {spec.get('op')}, head_dim {spec.get('head_dim')}, effective_batch {batch})"
     launches: tuple[Launch, ...] = decode(tuple[Launch, ...], data.get("launches", []), f"{where}: launches")
     plain = {name: value for name, value in data.items() if name != "launches"}
-    _require(bool(launches), f"{where}: field 'launches' is missing or empty")
+    require(bool(launches), f"{where}: field 'launches' is missing or empty")
     row: Row = decode(
         Row,
         plain,
@@ -425,12 +393,12 @@ def _decode_row(data: object, index: int) -> Row:
 
 def _check_tile(tile: Tile) -> None:
     for name in ("block_p", "block_n", "heads_per_program", "num_warps", "num_stages"):
-        _require(getattr(tile, name) >= 1, f"tile: {name} {getattr(tile, name)} must be at least 1")
+        require(getattr(tile, name) >= 1, f"tile: {name} {getattr(tile, name)} must be at least 1")
     for name in ("fold_block_n", "max_registers"):
-        _require(getattr(tile, name) >= 0, f"tile: {name} {getattr(tile, name)} must not be negative")
+        require(getattr(tile, name) >= 0, f"tile: {name} {getattr(tile, name)} must not be negative")
     for name in ("block_p", "block_n", "fold_block_n", "num_warps"):
         value = getattr(tile, name)
-        _require(value & (value - 1) == 0, f"tile: {name} {value} is not a power of two")
+        require(value & (value - 1) == 0, f"tile: {name} {value} is not a power of two")
 
 
 def _iso_date(text: str) -> None:
@@ -441,9 +409,14 @@ def _iso_date(text: str) -> None:
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    _require(value in allowed, f"{name} '{value}' is not one of {', '.join(allowed)}")
+    require(value in allowed, f"{name} '{value}' is not one of {', '.join(allowed)}")
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Refuse a record.
+
+    Raises:
+        TableError: The condition does not hold.
+    """
     if not condition:
         raise TableError(message)

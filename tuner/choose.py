@@ -68,10 +68,15 @@ class Verdict:
         noise_floor: Share by which the same plan differs from itself.
         samples_us: The winner's times in the final rounds.
         kind: ``winner`` (beats the default), ``tie`` (chosen among equals by preference),
-            ``default`` (nothing beats it) or ``none``.
+            ``default`` (nothing beats it), ``class`` (of a numerics class in which nothing beats the
+            default, which is of another) or ``none``.
         reason: One sentence.
         tied: Keys of the plans that are as fast as the fastest, within the floor.
         failed: Plan key to reason, for plans that did not run.
+        numerics: The numerics class that the winner had to be of; "" where any could win.
+        best: With a class, the fastest plan of any class in the same final rounds.
+        best_time_us: Its median time, µs.
+        regret: Winner time / its time - 1, the median of the paired ratios.
     """
 
     winner: Plan | None
@@ -84,6 +89,10 @@ class Verdict:
     reason: str
     tied: tuple[str, ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
+    numerics: str = ""
+    best: Plan | None = None
+    best_time_us: float | None = None
+    regret: float | None = None
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:
@@ -118,6 +127,8 @@ def choose(
     budget: Budget | None = None,
     rules: Rules | None = None,
     attempt: int = 0,
+    numerics: str = "",
+    rivals: Sequence[Plan] = (),
 ) -> Verdict:
     """Choose the plan of a cell.
 
@@ -132,14 +143,16 @@ def choose(
         budget: When it is spent the race goes straight to the final.
         rules: How.
         attempt: Another number makes a cell be measured again, remembered rounds not counting.
+        numerics: Only plans of this numerics class may win; the default is timed even if it is of another.
+        rivals: Timed in the final like the default, so that it shows what the class costs.
 
     Returns:
         The verdict; deterministic, given the measurements.
     """
     rules = rules or Rules()
-    race = _Race(cell, mode, meter, rules, attempt)
+    race = _Race(cell, mode, meter, rules, attempt, numerics)
     allowance = meter.allowance(budget or Budget())
-    held = [plan for plan in (default, incumbent) if plan is not None]
+    held = [plan for plan in (default, incumbent, *rivals) if plan is not None]
     field = list(dict.fromkeys((*held, *neighbours, *candidates)))
     expected = 2 * rules.rounds * (rules.contenders + 1) + 2 * rules.final_rounds * (rules.finalists + 3)
     meter.begin("race", len(field) + expected)
@@ -147,11 +160,10 @@ def choose(
     screened = race.screen(field, held, allowance)
     if not screened:
         return race.nothing_ran()
-    fastest = min(screened.values())
     ranked = sorted(screened, key=lambda plan: (screened[plan], plan.key))
+    able = [plan for plan in ranked if race.may_win(plan)]
     within = max(rules.keep_within, 1 + 3 * race.spread)
-    contenders = [plan for plan in ranked if screened[plan] <= within * fastest][: rules.contenders]
-    race.run(contenders, allowance)
+    race.run([p for p in able if screened[p] <= within * screened[able[0]]][: rules.contenders], allowance)
 
     control = next((p for p in (incumbent, default, *ranked) if p in screened and p not in race.failed), None)
     known = [plan for plan in neighbours if plan in race.alive][:1]
@@ -164,8 +176,11 @@ def choose(
 class _Race:
     """The measurements of one choice: visits of plans in rounds, and ratios between them."""
 
-    def __init__(self, cell: Cell, mode: str, meter: Meter, rules: Rules, attempt: int) -> None:
+    def __init__(
+        self, cell: Cell, mode: str, meter: Meter, rules: Rules, attempt: int, numerics: str
+    ) -> None:
         self._cell, self._mode, self._meter, self._rules = cell, mode, meter, rules
+        self._numerics = numerics
         self._prefix = f"again{attempt}." if attempt else ""
         self._seed = zlib.crc32(f"{cell.key}|{mode}".encode())
         self._times: dict[str, list[float]] = {}
@@ -176,6 +191,10 @@ class _Race:
         self._finalists: list[Plan] = []
         self.spread = 0.0
         """Relative spread of the samples of a screened plan, the median over plans."""
+
+    def may_win(self, plan: Plan) -> bool:
+        """Whether the plan is of the class that was asked for, if one was."""
+        return self._numerics in ("", plan.numerics)
 
     def screen(self, field: Sequence[Plan], held: Sequence[Plan], allowance: Allowance) -> dict[Plan, float]:
         """Time of each plan that runs; those in ``held`` are timed whatever the budget."""
@@ -222,7 +241,7 @@ class _Race:
         for number in range(self._rules.final_rounds):
             self._round(f"final{number}", {k: p for k, p in entries.items() if p not in self.failed})
         self._finalists = [p for p in dict.fromkeys(entries.values()) if p not in self.failed]
-        if not self._finalists:
+        if not any(map(self.may_win, self._finalists)):
             return False
         if control not in self.failed:
             low, high = self._interval(_CONTROL, control.key)
@@ -231,8 +250,9 @@ class _Race:
 
     def verdict(self, default: Plan, incumbent: Plan | None, neighbours: Sequence[Plan]) -> Verdict:
         """The winner of the final."""
-        fastest = min(self._finalists, key=self._time)
-        tied = [p for p in self._finalists if self._ratio(p.key, fastest.key) <= 1.0 + self._floor]
+        able = [plan for plan in self._finalists if self.may_win(plan)]
+        fastest = min(able, key=self._time)
+        tied = [p for p in able if self._ratio(p.key, fastest.key) <= 1.0 + self._floor]
         needed = max(self._rules.least_gain, self._floor)
         reason = ""
         if default in self._finalists:
@@ -242,12 +262,17 @@ class _Race:
                 reason = f"nothing beats the default by {needed:.1%}; the best by {max(gains.values()):.1%}"
         else:
             better = tied
+        behind = not better and not self.may_win(default)
+        if behind:
+            better = tied
         preferences: list[tuple[str, Plan | None]] = [("what the table has", incumbent)]
         preferences += [("what a neighbouring cell uses", plan) for plan in neighbours]
         preferences.append(("the simplest", min(better, key=simplicity, default=None)))
         why, winner = next(((why, p) for why, p in preferences if p in better), ("", None))
         if winner is None:
             kind, winner = "default", default
+        elif behind:
+            kind = "class"
         elif len(better) > 1:
             kind = "tie"
             reason = f"{why} of {len(better)} plans within {self._floor:.1%} of the fastest"
@@ -261,6 +286,10 @@ class _Race:
             margin = self._ratio(default.key, winner.key) - 1.0
         else:
             margin = None
+        best = min(self._finalists, key=self._time) if self._numerics else None
+        regret = max(0.0, self._ratio(winner.key, best.key) - 1.0) if best else None
+        if best and regret is not None:
+            reason += f"; {regret:.1%} slower than the best of any numerics class"
         return Verdict(
             winner=winner,
             time_us=float(np.median(self._samples[winner.key])),
@@ -274,13 +303,29 @@ class _Race:
             reason=reason,
             tied=tuple(sorted(p.key for p in tied)),
             failed=self._failures(),
+            numerics=self._numerics,
+            best=best,
+            best_time_us=float(np.median(self._samples[best.key])) if best else None,
+            regret=regret,
         )
 
     def nothing_ran(self) -> Verdict:
         reason = "no plan ran"
         if self.failed:
             reason += f"; the first failed with {next(iter(self.failed.values()))}"
-        return Verdict(None, math.inf, None, None, self._floor, (), "none", reason, failed=self._failures())
+        failed = self._failures()
+        return Verdict(
+            None,
+            math.inf,
+            None,
+            None,
+            self._floor,
+            (),
+            "none",
+            reason,
+            failed=failed,
+            numerics=self._numerics,
+        )
 
     def _failures(self) -> tuple[tuple[str, str], ...]:
         return tuple(sorted((plan.key, reason) for plan, reason in self.failed.items()))

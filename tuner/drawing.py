@@ -62,10 +62,18 @@ def _draw_table(data: Data, console: Console) -> list[str]:
         f"triton {data['toolchain']['triton']}"
     )
     groups = {group["spec"]: [_cells(row) for row in group["rows"]] for group in data["specs"]}
+    promised = {
+        group["spec"]: row["numerics"]
+        for group in data["specs"]
+        for row in group["rows"][:1]
+        if row["batch_invariant"]
+    }
     rows = [cells for group in groups.values() for cells in group]
     columns, left_out = _fitting(rows, console)
     for spec, group in groups.items():
         console.print(spec, style="italic")  # as the grid's title it would be broken to the grid's width
+        if spec in promised:
+            console.print(f"batch-invariant: numerics class {promised[spec]}", soft_wrap=True)
         console.print(_row_grid(columns, group))
     return left_out
 
@@ -187,6 +195,8 @@ def draw_tuned(data: Data, console: Console) -> None:
     _tell_left_out(_draw_table(data["table"], console), console)
     if data["served"]:
         draw_served(data["served"], console)
+    for entry in data["batch_invariant"]:
+        _draw_invariance(entry, console)
     if data["static_share"]:
         median, p10 = (_share(data["static_share"].get(name)) for name in ("median", "p10"))
         console.print(
@@ -205,6 +215,27 @@ def draw_tuned(data: Data, console: Console) -> None:
         f"measurements in {data['store']}"
         if data["store"]
         else f"{rows} rows in {data['table_path']}, {data['modules']} kernels, {data['minutes']:.1f} minutes"
+    )
+
+
+def _draw_invariance(data: Data, console: Console) -> None:
+    """Draw what one numerics class costs the batches of a spec."""
+    console.print(f"one numerics class for all batches of {data['spec']}: {data['numerics']}", soft_wrap=True)
+    columns = ["batch", "plan", "µs", "best of any class", "its µs", "slower by"]
+    grid = _grid("", columns, ("plan", "best of any class"))
+    for cell in data["cells"]:
+        grid.add_row(
+            str(cell["effective_batch"]),
+            cell["plan_short"],
+            number(cell["time_us"]),
+            "the same" if cell["best"] == cell["plan"] else cell["best_short"],
+            number(cell["best_time_us"]),
+            f"{100 * cell['regret']:.1f}%",
+        )
+    console.print(grid)
+    console.print(
+        f"it costs {100 * data['mean_regret']:.1f}% in the geometric mean over the batches, at most "
+        f"{100 * data['worst_regret']:.1f}% (batch {data['worst_batch']})"
     )
 
 
@@ -253,6 +284,7 @@ def _draw_chain(cell: Data, gpu: str, console: Console) -> None:
     """What a cell is served, and what each place had; ``*`` marks the one that serves it."""
     console.print(f"{cell['spec']} at effective batch {cell['effective_batch']} on {gpu}")
     console.print(f"  serves {cell['plan_short']}: {cell['reason']}")
+    console.print(f"  numerics class {cell['numerics']}", soft_wrap=True)
     for candidate in cell["candidates"]:
         mark = "*" if candidate["served"] else " "
         place = f" {candidate['table']}" if candidate["table"] else ""

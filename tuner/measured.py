@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from .candidates import Candidates, by_promise, compile_candidates, spec_jobs
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
+from .invariance import Classes
 from .meter import Budget, Meter
 from .mix import flush_share
 from .progress import Event, Report
@@ -205,20 +206,67 @@ class MeasuredTune:
             results[batch] = self._cell(spec, batch, plans, natives[batch], previous, budget)
             winner = results[batch].verdict.winner
             previous = [winner] if winner else previous
+
+        def again(batch: int, attempt: int) -> CellResult:
+            plans = _compose(spec, rankings, batch)
+            return self._cell(spec, batch, plans, natives[batch], [], self._budget(), attempt)
+
+        self._retry(results, again)
+        if self._job.batch_invariant:
+            results = self._of_one_class(results, rankings, share)
+        return list(results.values())
+
+    def _retry(self, results: dict[int, CellResult], again: Callable[[int, int], CellResult]) -> None:
+        """Measure rows ``again`` (batch, attempt) that do not fit their curve; good ones replace them."""
         for attempt in range(1, RETRIES + 1):
             curve = [self._curve_point(result) for result in results.values()]
             doubtful = suspects(curve, self._gpu.memory_gbps)
             # What has not been compared with the default may lose to it.
             uncompared = {b for b, result in results.items() if result.verdict.default_time_us is None}
             for batch in sorted({*doubtful, *uncompared}):
-                plans = _compose(spec, rankings, batch)
-                budget = self._budget()
-                again = self._cell(spec, batch, plans, natives[batch], [], budget, attempt)
+                found = again(batch, attempt)
                 # A row that was compared with the default gives way to another such row alone.
-                compared = [r.verdict.default_time_us is not None for r in (results[batch], again)]
-                if again.verdict.winner is not None and compared[1] >= compared[0]:
-                    results[batch] = again
-        return list(results.values())
+                compared = [r.verdict.default_time_us is not None for r in (results[batch], found)]
+                if found.verdict.winner is not None and compared[1] >= compared[0]:
+                    results[batch] = found
+
+    def _of_one_class(
+        self, free: Mapping[int, CellResult], rankings: Mapping[str, Mapping[int, Ranking]], share: float
+    ) -> dict[int, CellResult]:
+        """Cells whose plans are of the numerics class that costs least over all batches.
+
+        The winner of any class takes part in the final of every row, which says what the class costs.
+
+        Args:
+            free: The cells where any class may win, by batch.
+            rankings: By role and batch.
+            share: Of the budget that is left.
+        """
+        spec = next(iter(free.values())).spec
+        classes = Classes(spec, {batch: result.verdict for batch, result in free.items()}, rankings)
+        numerics = classes.choose(self.meter, self._budget(share / 2), RULES.repeats)
+        results: dict[int, CellResult] = {}
+
+        def race(batch: int, attempt: int) -> CellResult:
+            given = free[batch]
+            rivals = [given.verdict.winner] if given.verdict.winner else []
+            before = [r.verdict.winner for b, r in results.items() if b < batch and r.verdict.winner]
+            return self._cell(
+                spec,
+                batch,
+                classes.plans(batch, numerics),
+                given.native,
+                before[-1:],
+                self._budget(share),
+                attempt,
+                numerics,
+                rivals,
+            )
+
+        for batch in free:
+            results[batch] = race(batch, 0)
+        self._retry(results, race)
+        return results
 
     def served_cells(self, work: Work, served: Mapping[tuple[Spec, int], Plan]) -> list[CellResult]:
         """Time given plans of one spec and its native baseline, at every batch.
@@ -270,11 +318,14 @@ class MeasuredTune:
         spec: Spec,
         batch: int,
         plans: Sequence[Plan],
-        natives: Ranking,
+        natives: Ranking | Verdict,
         neighbours: Sequence[Plan],
         budget: Budget,
         attempt: int = 0,
+        numerics: str = "",
+        rivals: Sequence[Plan] = (),
     ) -> CellResult:
+        """One cell; ``natives`` are the baseline's kernels to choose from, or what was chosen before."""
         cell = Cell(spec, batch)
         verdict = choose(
             cell,
@@ -286,6 +337,8 @@ class MeasuredTune:
             budget=budget,
             rules=RULES,
             attempt=attempt,
+            numerics=numerics,
+            rivals=rivals,
         )
         chosen = verdict.winner or default_plan(spec)
         default = default_plan(spec)
@@ -296,23 +349,24 @@ class MeasuredTune:
         }
         read_us, scale_us = (self._roof(cell, kind, attempt) for kind in ROOFS)
         rows, heads = dataclasses.astuple(shape_for(spec, batch))
-        native = choose(
-            Cell(spec.native, batch),
-            [Plan((ranked.variant,)) for ranked in natives[:4]],
-            self.meter,
-            mode="native",
-            default=default_plan(spec.native),
-            budget=budget,
-            rules=NATIVE_RULES,
-            attempt=attempt,
-        )
+        if not isinstance(natives, Verdict):
+            natives = choose(
+                Cell(spec.native, batch),
+                [Plan((ranked.variant,)) for ranked in natives[:4]],
+                self.meter,
+                mode="native",
+                default=default_plan(spec.native),
+                budget=budget,
+                rules=NATIVE_RULES,
+                attempt=attempt,
+            )
         return CellResult(
             spec=spec,
             effective_batch=batch,
             rows=rows,
             heads=heads,
             verdict=verdict,
-            native=native,
+            native=natives,
             nonflush=branch[chosen, "nonflush"],
             flush=branch[chosen, "flush"],
             default_nonflush=branch[default, "nonflush"],

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -81,6 +83,26 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Invariant:
+    """What one numerics class for all batches costs at one of them; times in µs, of one run.
+
+    Args:
+        spec, effective_batch: The cell.
+        plan, time_us: What serves it.
+        best, best_time_us: The best plan of any class.
+        regret: By which share the first is slower than the second.
+    """
+
+    spec: Spec
+    effective_batch: int
+    plan: Plan
+    time_us: float
+    best: Plan
+    best_time_us: float
+    regret: float
+
+
+@dataclass(frozen=True)
 class Tuned:
     """Result of ``tune`` and of ``bench``.
 
@@ -91,6 +113,7 @@ class Tuned:
         specs: What was tried, by spec.
         served: The look-up's answers for the cells asked for.
         sisters: For static rows: what the measured row of a sister GPU says.
+        invariant: What batch invariance costs each cell; empty where nobody asked for it.
         missing: Cells that were asked for and have no row, as ``spec.key@effective_batch``.
         gate_failures: Points that were numerically wrong, with the gate's words.
         minutes: Wall time.
@@ -106,6 +129,7 @@ class Tuned:
     specs: tuple[SpecPlan, ...]
     served: tuple[Served, ...] = ()
     sisters: Mapping[tuple[str, int], tuple[str, Row]] = field(default_factory=dict)
+    invariant: tuple[Invariant, ...] = ()
     missing: tuple[str, ...] = ()
     gate_failures: tuple[str, ...] = ()
     minutes: float = 0.0
@@ -210,6 +234,8 @@ def row_info(row: Row) -> Data:
         "plan_short": short(row.plan),
         "source": row.source,
         "origin": row.origin,
+        "numerics": row.plan.numerics,
+        "batch_invariant": row.batch_invariant,
         "time_us": row.time_us,
         "nonflush_time_us": row.nonflush_time_us,
         "flush_time_us": row.flush_time_us,
@@ -301,6 +327,7 @@ def tuned_info(tuned: Tuned) -> Data:
             }
             for s in tuned.served
         ],
+        "batch_invariant": _invariance_info(tuned.invariant),
         "missing": list(tuned.missing),
         "gate_failures": list(tuned.gate_failures),
         "minutes": tuned.minutes,
@@ -308,6 +335,38 @@ def tuned_info(tuned: Tuned) -> Data:
         "static_share": dict(tuned.static_share),
         "notes": list(tuned.notes),
     }
+
+
+def _invariance_info(cells: Iterable[Invariant]) -> list[Data]:
+    """What batch invariance costs, by spec: its numerics class, mean and worst regret, and each batch."""
+    found = []
+    for spec, group in itertools.groupby(cells, key=lambda cell: cell.spec):
+        of_spec = list(group)
+        worst = max(of_spec, key=lambda cell: cell.regret)
+        mean = math.exp(math.fsum(math.log1p(cell.regret) for cell in of_spec) / len(of_spec)) - 1
+        found.append(
+            {
+                "spec": spec.key,
+                "numerics": worst.plan.numerics,
+                "mean_regret": mean,
+                "worst_regret": worst.regret,
+                "worst_batch": worst.effective_batch,
+                "cells": [
+                    {
+                        "effective_batch": cell.effective_batch,
+                        "plan": cell.plan.key,
+                        "plan_short": short(cell.plan),
+                        "time_us": cell.time_us,
+                        "best": cell.best.key,
+                        "best_short": short(cell.best),
+                        "best_time_us": cell.best_time_us,
+                        "regret": cell.regret,
+                    }
+                    for cell in of_spec
+                ],
+            }
+        )
+    return found
 
 
 def emitted_info(emitted: Emitted) -> Data:

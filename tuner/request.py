@@ -90,6 +90,8 @@ class Job:
     output: Path
     notes: tuple[str, ...] = ()
     """What the user should know before anything runs, e.g. that groups are replicated."""
+    batch_invariant: bool = False
+    """All batches of a spec are to be served by plans of one numerics class."""
 
 
 def resolve_target(

@@ -92,4 +92,5 @@ def _row(
         verdict=verdict.reason,
         origin="",
         numerics=plan.numerics,
+        batch_invariant=bool(verdict.numerics),
     )

@@ -14,7 +14,7 @@ import triton
 
 from .. import __version__
 from ..codegen.compile import Compiled, check_toolchain
-from ..codegen.emit import check_writable, emit
+from ..codegen.emit import check_writable, emit, table_path
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
@@ -25,12 +25,13 @@ from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
 from .candidates import Candidates, compile_candidates, spec_jobs
 from .check import check
+from .errors import UsageError
 from .generate import generate
 from .gpu_bench import GpuBench
 from .measured import CellResult, MeasuredTune, cache_folder, workers
 from .progress import Report
 from .records import Environment
-from .report import Planned, Served, SpecPlan, Tuned
+from .report import Invariant, Planned, Served, SpecPlan, Tuned
 from .request import Job, Work
 from .rows import native_row, step_row
 from .static import static_jobs, static_tune
@@ -81,6 +82,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         ToolchainError: Triton, its assembler or a C compiler is missing.
         EmitError: The output folder cannot be written.
         TableError: The output folder has a table of this GPU that cannot be read.
+        UsageError: A static tune is to be batch-invariant beside measured rows that are not.
     """
     check_toolchain(launching=job.target.measured)
     check_writable(job.output, job.target.gpu.info)
@@ -106,19 +108,29 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
             cells += results_of_work
             rows += _rows(results_of_work, step, native, environment.triton)
     table = _table(gpu, environment, rows)
+    before = _held(job)
     emission = emit(job.output, table)
     minutes = (time.monotonic() - began) / 60
-    notes = [job.target.note, *job.notes, *emission.notes]
+    written = load(emission.table_path)
+    notes = [job.target.note, *job.notes, *emission.notes, *_promise_notes(job, before, written)]
     if results is not None:
         totals = {"tune_minutes": minutes, "resumed": resumed}
-        path = _record("tune", job, environment, cells, totals, results)
+        path = _record(
+            "tune-batch-invariant" if job.batch_invariant else "tune",
+            job,
+            environment,
+            cells,
+            totals,
+            results,
+        )
         notes.append(f"recorded in {path}")
     return Tuned(
-        table=load(emission.table_path),
+        table=written,
         table_path=str(emission.table_path),
         modules=_modules(job.output),
         specs=_spec_plans(job.work, found),
-        served=_served(job, gpu, load(emission.table_path)),
+        served=_served(job, gpu, written),
+        invariant=tuple(filter(None, map(_invariant, cells))),
         missing=tuple(f"{c.spec.key}@{c.effective_batch}" for c in cells if c.verdict.winner is None),
         gate_failures=tuple(f for c in found.values() for f in c.gate_failures),
         minutes=minutes,
@@ -201,6 +213,14 @@ def _record(
 def _static(job: Job, report: Report) -> Tuned:
     began = time.monotonic()
     gpu = job.target.gpu
+    before = _held(job)
+    timed = {row.spec for row in before if row.source != "static" and not row.batch_invariant}
+    if job.batch_invariant and not timed.isdisjoint(work.spec for work in job.work):
+        raise UsageError(
+            "measured rows stay where estimates come, and these are not batch-invariant",
+            where=f"--output {job.output}",
+            hint="choose another --output, and let REPLAYSSM_TABLE_DIR name that folder's tables alone",
+        )
     result = static_tune(job, cache_folder(job.store), workers(), report)
     toolchain = Toolchain(triton=triton.__version__, torch=torch.__version__, driver="")
     table = Table(gpu.info, toolchain, "static", __version__, runfile.today(), tuple(result.rows))
@@ -214,14 +234,48 @@ def _static(job: Job, report: Report) -> Tuned:
         specs=result.specs,
         served=_served(job, gpu, written),
         sisters=_sisters(written),
+        invariant=result.invariant,
         missing=tuple(
             f"{w.spec.key}@{b}" for w in job.work for b in w.effective_batches if (w.spec, b) not in wanted
         ),
         gate_failures=result.gate_failures,
         minutes=(time.monotonic() - began) / 60,
         static_share=result.share,
-        notes=(job.target.note, *job.notes, *result.notes, *emission.notes),
+        notes=(
+            *(job.target.note, *job.notes, *result.notes, *emission.notes),
+            *_promise_notes(job, before, written),
+        ),
     )
+
+
+def _invariant(cell: CellResult) -> Invariant | None:
+    """What one numerics class costs the cell; None where it has no plan, or any class could win."""
+    found = cell.verdict
+    if found.winner is None or found.best is None or found.best_time_us is None or found.regret is None:
+        return None
+    times = (found.time_us, found.best, found.best_time_us, found.regret)
+    return Invariant(cell.spec, cell.effective_batch, found.winner, *times)
+
+
+def _held(job: Job) -> tuple[Row, ...]:
+    """Rows of the table that the output folder has of the job's GPU."""
+    path = table_path(job.output, job.target.gpu.info)
+    return load(path).rows if path.is_file() else ()
+
+
+def _promise_notes(job: Job, before: Iterable[Row], written: Table) -> list[str]:
+    """What became of rows beside which others promise one numerics class at all batches, or no longer do."""
+    now = {row.key: row for row in written.rows}
+    notes = []
+    for work in job.work:
+        held = [row for row in before if row.spec == work.spec]
+        lost = sum(row.key not in now for row in held)
+        kept = any(row.batch_invariant for row in now.values() if row.spec == work.spec)
+        if lost:
+            notes.append(f"{work.spec.key}: {lost} rows of other numerics classes were left out")
+        if not job.batch_invariant and not kept and any(row.batch_invariant for row in held):
+            notes.append(f"{work.spec.key}: no longer batch-invariant: this tune was not")
+    return notes
 
 
 def _known_rows(job: Job) -> tuple[Row, ...]:

@@ -27,9 +27,10 @@ from ..runtime.plan import Plan, Structure, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
 from ..runtime.table import Row
 from .interpreted import InterpretedGate
+from .invariance import best_class
 from .mix import flush_share
 from .progress import Event, Report
-from .report import Dropped, SpecPlan, dropped_by_reason
+from .report import Dropped, Invariant, SpecPlan, dropped_by_reason
 from .request import Job, Work
 from .rounding import known, significant
 
@@ -212,6 +213,7 @@ class StaticTune:
         gate_failures: Structures that are numerically wrong in the interpreter.
         share: Of the optimum that the model's picks reach on recorded landscapes.
         notes: What a reader of the rows must know.
+        invariant: What batch invariance costs each cell; empty where nobody asked for it.
     """
 
     rows: tuple[Row, ...]
@@ -219,6 +221,7 @@ class StaticTune:
     gate_failures: tuple[str, ...]
     share: Mapping[str, float]
     notes: tuple[str, ...]
+    invariant: tuple[Invariant, ...] = ()
 
 
 def static_tune(
@@ -254,6 +257,7 @@ def static_tune(
         )
     plans: list[SpecPlan] = []
     rows: list[Row] = []
+    costs: list[Invariant] = []
     for spec, variants in chosen.items():
         spaces = [space.points(spec, role) for role in dict.fromkeys(v.structure.role for v in variants)]
         kept: list[Compiled] = []
@@ -266,13 +270,18 @@ def static_tune(
             drops += (*bad, *(Drop(v, "gate", wrong[spec, v.structure]) for v in failed))
         batches = sorted({batch for work in works if work.spec == spec for batch in work.effective_batches})
         plans.append(_spec_plan(spaces, len(variants), len(kept), drops, batches))
-        rows += _rows(gpu, spec, kept, batches, version)
+        # The baseline is there to be compared with: one class would flatter what it is compared to.
+        of_one_class = job.batch_invariant and not spec.is_native
+        found, cost = _rows(gpu, spec, kept, batches, version, of_one_class)
+        rows += found
+        costs += cost
     return StaticTune(
         rows=tuple(_with_native_times(rows)),
         specs=tuple(plans),
         gate_failures=tuple(f"{spec.key} {s.key}: {reason}" for (spec, s), reason in wrong.items()),
         share=RECORDED_SHARE,
         notes=_notes(chosen),
+        invariant=tuple(costs),
     )
 
 
@@ -329,22 +338,40 @@ def _spec_plan(
 
 
 def _rows(
-    gpu: Gpu, spec: Spec, compiled: Sequence[Compiled], batches: Sequence[int], version: str
-) -> list[Row]:
-    """A row per batch: the best estimate, or its neighbour's choice where that ties."""
+    gpu: Gpu,
+    spec: Spec,
+    compiled: Sequence[Compiled],
+    batches: Sequence[int],
+    version: str,
+    of_one_class: bool = False,
+) -> tuple[list[Row], list[Invariant]]:
+    """A row per batch: the best estimate, or its neighbour's choice where that ties.
+
+    With ``of_one_class`` the best of the numerics class that costs least over all batches, and what it costs.
+    """
     by_variant = {c.variant: c for c in compiled}
     default = default_plan(spec)
     plans = dict.fromkeys((default, *(Plan((v,)) for v in by_variant if v.structure.role == _role(spec))))
     able = [plan for plan in plans if all(v in by_variant for v in plan.variants)]
     rows: list[Row] = []
+    costs: list[Invariant] = []
     before: Plan | None = None
+    curve: dict[int, dict[Plan, float]] = {}
     for batch in batches if able else ():
         estimates = dict(rank(gpu, compiled, batch))
-        times = {plan: sum(estimates[v] for v in plan.variants) for plan in able}
-        winner = min(able, key=lambda plan: (times[plan], plan))
+        curve[batch] = {plan: sum(estimates[v] for v in plan.variants) for plan in able}
+    numerics = best_class(list(curve.values()), default) if of_one_class else ""
+    for batch, times in curve.items():
+        best = min(able, key=lambda plan: (times[plan], plan))
+        winner = min((p for p in able if numerics in ("", p.numerics)), key=lambda plan: (times[plan], plan))
         if before is not None and times[before] <= times[winner] * (1 + TIE):
             winner = before
         before = winner
+        verdict = f"best of {len(able)} by analysis"
+        if numerics:
+            regret = times[winner] / times[best] - 1
+            costs.append(Invariant(spec, batch, winner, times[winner], best, times[best], regret))
+            verdict = f"{verdict} in its numerics class; {regret:.1%} slower than the best of any"
         default_us = times.get(default)
         rows.append(
             Row(
@@ -364,12 +391,13 @@ def _rows(
                 nonflush_roof_us=None,
                 flush_roof_us=None,
                 samples_us=(),
-                verdict=f"best of {len(able)} by analysis",
+                verdict=verdict,
                 origin="",
                 numerics=winner.numerics,
+                batch_invariant=bool(numerics),
             )
         )
-    return rows
+    return rows, costs
 
 
 def _with_native_times(rows: Sequence[Row]) -> list[Row]:

@@ -116,6 +116,8 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole:
                     "step": found.step,
                     "reason": found.reason,
                     "row_batch": None if found.row is None else found.row.effective_batch,
+                    "numerics": found.plan.numerics,
+                    "batch_invariant": found.batch_invariant,
                     "candidates": [
                         {
                             "step": c.step,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from replayssm_tune.codegen import targets
+from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.lookup import STEPS
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import save
@@ -95,6 +96,25 @@ def test_bare_options_are_those_of_tune(call, tuner):
     assert job.target.gpu == targets.find("H100")
     assert job.budget == Budget(minutes=5.0)
     assert (job.store, job.output) == (Path(".replayssm/store"), Path(".replayssm/generated"))
+
+
+def test_batch_invariance_is_asked_for_and_its_cost_shown(call, tuner):
+    assert call("--gpu", "H100")[0] == 0
+    assert not tuner.calls[0][1].batch_invariant
+    early, late = samples.TWO_LAUNCHES, default_plan(samples.SPEC)
+    cells = ((128, early, 10.0, late, 8.0, 0.25), (32768, early, 100.0, early, 100.0, 0.0))
+    costs = tuple(report.Invariant(samples.SPEC, *cell) for cell in cells)
+    tuner.tuned = dataclasses.replace(tuner.tuned, invariant=costs)
+    code, out, _ = call("--gpu", "H100", "--batch-invariant")
+    assert code == 0
+    assert tuner.calls[1][1].batch_invariant
+    assert f"one numerics class for all batches of {samples.SPEC.key}: {early.numerics}" in out
+    assert "it costs 11.8% in the geometric mean over the batches, at most 25.0% (batch 128)" in out
+    code, out, _ = call("--gpu", "H100", "--batch-invariant", "--json")
+    (found,) = json.loads(out)["batch_invariant"]
+    assert found["worst_regret"] == 0.25
+    assert found["mean_regret"] == pytest.approx(0.118, abs=1e-3)
+    assert [cell["best"] for cell in found["cells"]] == [late.key, early.key]
 
 
 def test_nothing_at_all_tunes_for_the_gpu_that_is_there(call, tuner, present):

@@ -150,3 +150,41 @@ def test_another_solve_is_another_class_of_numerics():
 def test_other_strings_are_no_plan_keys(change):
     with pytest.raises(SpecError):
         Plan.parse(change(plan().key))
+
+
+SAME_NUMERICS = {"loop", "heads_per_program", "max_registers", "evict_first"}
+"""Choices that a numerics class does not name."""
+
+
+def changed(variant: Variant, name: str, value: object) -> Variant:
+    part = "tile" if hasattr(variant.tile, name) else "structure"
+    return dataclasses.replace(
+        variant, **{part: dataclasses.replace(getattr(variant, part), **{name: value})}
+    )
+
+
+def test_a_numerics_class_names_all_that_changes_bits_and_nothing_else():
+    variant = Variant(Structure("both"), Tile(32, 64, 32))
+    others: dict[str, object] = {name: values[1] for name, values in STRUCTURE_VALUES.items()}
+    others |= {"block_p": 16, "block_n": 32, "fold_block_n": 64, "num_warps": 2, "num_stages": 2}
+    others |= {"heads_per_program": 2, "max_registers": 168, "evict_first": True}
+    assert set(others) == {f.name for record in (Structure, Tile) for f in dataclasses.fields(record)}
+    classes = {name: changed(variant, name, value).numerics for name, value in others.items()}
+    same = {name for name, numerics in classes.items() if numerics == variant.numerics}
+    assert same == SAME_NUMERICS
+    told_apart = [numerics for name, numerics in classes.items() if name not in same]
+    assert len(set(told_apart)) == len(told_apart)
+
+
+def test_a_pipeline_counts_in_a_numerics_class_but_not_its_depth():
+    two, three = (Variant(Structure("both"), Tile(32, 64, 32, num_stages=n)).numerics for n in (2, 3))
+    assert two == three
+
+
+def test_a_plan_of_two_launches_has_a_numerics_class_of_both():
+    reads = Variant(Structure("nonflush", readout="dot"), Tile(32, 128, heads_per_program=4, num_stages=2))
+    folds = Variant(Structure("flush"), Tile(32, 128, 32))
+    pair = Plan((reads, folds))
+    assert pair.numerics == f"{reads.numerics}+{folds.numerics}"
+    other = Plan((reads, changed(folds, "num_warps", 4)))
+    assert other.numerics != pair.numerics

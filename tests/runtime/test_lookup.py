@@ -17,6 +17,7 @@ from replayssm_tune.runtime import lookup
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import DispatchError, TableError
 from replayssm_tune.runtime.lookup import GRID, REACH, STEPS, Lookup, batch_grid, nearest
+from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import GpuInfo, save
 from tests.runtime.table_samples import A100, H20, H100, H200, SPEC, plan, row, specs, static_row, table
@@ -327,3 +328,65 @@ def test_a_reason_is_logged_once(caplog):
 
 def test_shipped_tables_can_all_be_read():
     assert all(isinstance(r.spec, Spec) for t in lookup.shipped_tables(strict=True) for r in t.rows)
+
+
+# Batch invariance
+
+ONE_CLASS = plan(8)
+OTHER_CLASS = Plan((Variant(Structure("both"), Tile(16, 128, 128)),))
+WIDE = st.one_of(st.sampled_from(GRID), st.integers(1, 2**20))
+
+
+def kept(*batches: int, spec: Spec = SPEC, make=row, gpu: GpuInfo = H200, **changes):
+    """A batch-invariant table; its plans differ in heads, not in their numerics class."""
+    rows = (make(b, spec, plan=plan(b), batch_invariant=True, **changes) for b in batches)
+    return table(*rows, gpu=gpu)
+
+
+def free(*batches: int, spec: Spec = SPEC, make=row, gpu: GpuInfo = H200):
+    return table(*(make(b, spec, plan=OTHER_CLASS) for b in batches), gpu=gpu)
+
+
+@pytest.mark.parametrize("make", [row, static_row])
+@settings(max_examples=40, deadline=None)
+@given(WIDE)
+def test_every_batch_is_served_from_a_users_batch_invariant_rows(make, batch):
+    """Between and far beyond the keys, whatever else there is."""
+    shipped = (free(8, 64, 65536), free(8, gpu=H200_NVL), free(16, spec=GATED), kept(128, gpu=H100))
+    found = Lookup(shipped, (free(1, 1024), kept(8, 32, make=make))).find(SPEC, batch, H200)
+    assert found.batch_invariant
+    assert found.step == "user"
+    assert found.plan == plan(nearest(batch, (8, 32)))
+    assert "batch-invariant: one numerics class at every batch" in found.reason
+
+
+@settings(max_examples=40, deadline=None)
+@given(WIDE)
+def test_a_neighbouring_spec_keeps_the_promise(batch):
+    found = Lookup([free(8, spec=dataclasses.replace(SPEC, state_dtype="bf16"))], [kept(8, 32)])
+    other = found.find(dataclasses.replace(SPEC, has_z=True), batch, H200)
+    assert other.batch_invariant
+    assert other.plan.numerics == ONE_CLASS.numerics
+
+
+def test_shipped_batch_invariant_rows_of_this_gpu_come_before_others_of_it():
+    lookup = Lookup([free(8, 1024), kept(64, gpu=named("H200 OEM"))])
+    assert {lookup.find(SPEC, batch, H200).plan for batch in (1, 8, 64, 1024, 65536)} == {plan(64)}
+
+
+@pytest.mark.parametrize("gpu", [H100, H20])
+def test_a_promise_that_other_rows_break_is_taken_back(gpu):
+    """Rows of another GPU's table come behind this one's, which reach only so far."""
+    lookup = Lookup([kept(8, 64, gpu=H200), free(8, gpu=gpu)])
+    served = {batch: lookup.find(SPEC, batch, gpu) for batch in (8, 4096)}
+    assert [served[8].plan, served[4096].plan] == [OTHER_CLASS, plan(64)]
+    assert not any(found.batch_invariant for found in served.values())
+    assert "others come first: not so at every batch" in served[4096].reason
+
+
+def test_what_promises_nothing_says_so():
+    assert not Lookup([free(8)]).find(SPEC, 8, H200).batch_invariant
+    assert not Lookup([free(8)]).find(SPEC, 65536, H200).batch_invariant, (
+        "the default serves beyond the reach"
+    )
+    assert Lookup([]).find(SPEC, 8, H200).batch_invariant, "the default serves every batch"

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from replayssm_tune.runtime.errors import TableError
-from replayssm_tune.runtime.table import Toolchain, dumps, gpu_slug, is_stale, load, loads, merge, save
-from tests.runtime.table_samples import H100, H200, SPEC, row, static_row, table, tables
+from replayssm_tune.runtime.merge import merge
+from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
+from replayssm_tune.runtime.table import Toolchain, dumps, gpu_slug, is_stale, load, loads, save
+from tests.runtime.table_samples import H100, H200, SPEC, plan, row, static_row, table, tables
 
 
 @settings(max_examples=50, deadline=None)
@@ -234,3 +236,52 @@ NATIVE_PLAN = dataclasses.replace(
         for v in row().plan.variants
     ),
 )
+
+
+# Batch invariance
+
+
+def promised(batch: int, heads: int = 8, **changes):
+    """A row of one numerics class for all batches, unless ``changes`` say otherwise."""
+    return row(batch, **{"plan": plan(heads), "batch_invariant": True, **changes})
+
+
+OTHER_CLASS = Plan((Variant(Structure("both"), Tile(16, 128, 128)),))
+
+
+def test_the_promise_is_written_where_it_is_made_and_read_again():
+    kept = table(promised(8), promised(64, 16))
+    assert dumps(kept).count('"batch_invariant": true') == 2
+    assert loads(dumps(kept)) == kept
+    without = dumps(table(row(8)))
+    assert "batch_invariant" not in without, "older versions read it"
+    assert loads(without).rows[0].batch_invariant is False
+
+
+@pytest.mark.parametrize("other", [row(64, plan=plan(8)), promised(64, plan=OTHER_CLASS)])
+def test_a_promise_that_other_rows_break_is_refused(other):
+    with pytest.raises(TableError, match="batch-invariant, but not all of them are of one numerics class"):
+        table(promised(8), other)
+    gated = dataclasses.replace(SPEC, has_z=True)
+    assert len(table(promised(8), dataclasses.replace(other, spec=gated)).rows) == 2
+
+
+def test_a_merge_keeps_the_promise_of_the_newest_rows():
+    free = table(row(8, plan=OTHER_CLASS), row(64, plan=plan(8)), static_row(128, plan=plan(8)))
+    kept = merge([free, table(promised(16))])
+    assert [(r.effective_batch, r.batch_invariant) for r in kept.rows] == [(16, True)]
+    more = merge([kept, table(promised(256, 4))])
+    assert [r.effective_batch for r in more.rows] == [16, 256]
+    moved = merge([more, table(promised(16, plan=OTHER_CLASS))])
+    assert [(r.effective_batch, r.plan) for r in moved.rows] == [(16, OTHER_CLASS)]
+
+
+def test_a_merge_with_newer_rows_that_promise_nothing_ends_the_promise():
+    merged = merge([table(promised(8), promised(64)), table(row(8, plan=OTHER_CLASS))])
+    assert [(r.effective_batch, r.batch_invariant) for r in merged.rows] == [(8, False), (64, False)]
+
+
+def test_static_rows_with_a_promise_do_not_drive_out_measured_ones():
+    static = static_row(16, plan=plan(8), batch_invariant=True)
+    merged = merge([table(row(8, plan=OTHER_CLASS)), table(static)])
+    assert [(r.effective_batch, r.batch_invariant) for r in merged.rows] == [(8, False), (16, False)]

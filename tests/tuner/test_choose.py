@@ -288,3 +288,43 @@ def test_rounds_of_another_session_are_no_pairs(tmp_path: Path) -> None:
     verdict = choose(CELL, (rival,), meter, mode="mix", default=default_plan())
     assert verdict.winner == default_plan()
     assert verdict.time_us == pytest.approx(93.0 * 1.04, rel=0.02)
+
+
+# One numerics class
+
+
+def of_class(numerics: str) -> list[Plan]:
+    return [plan for plan in PLANS if plan.numerics == numerics]
+
+
+def test_only_plans_of_the_class_asked_for_win_and_the_verdict_says_what_that_costs(tmp_path):
+    fast, slow = (
+        next(p for p in PLANS if p.variants[0].structure.readout == r) for r in ("dot", "elementwise")
+    )
+    times = {fast: 50.0, slow: 60.0}
+    verdict = decide(TableBench(times), tmp_path / "s", (slow,), numerics=slow.numerics, rivals=[fast])
+    assert verdict.winner == slow
+    assert verdict.kind == "winner"
+    assert verdict.best == fast
+    assert verdict.numerics == slow.numerics
+    assert verdict.best_time_us == pytest.approx(50, rel=0.02)
+    assert verdict.regret == pytest.approx(0.2, abs=0.02)
+    assert "20" in verdict.reason or "19" in verdict.reason
+    free = decide(TableBench(times), tmp_path / "t", (slow, fast))
+    assert (free.winner, free.numerics, free.best, free.regret) == (fast, "", None, None)
+
+
+def test_a_class_that_loses_to_the_default_still_serves(tmp_path):
+    slow = next(p for p in PLANS if p.numerics != default_plan().numerics)
+    times = {slow: 130.0, default_plan(): 100.0}
+    verdict = decide(TableBench(times), tmp_path / "s", (slow,), numerics=slow.numerics)
+    assert (verdict.winner, verdict.kind, verdict.best) == (slow, "class", default_plan())
+    assert verdict.margin == pytest.approx(-0.23, abs=0.02)
+    assert verdict.regret == pytest.approx(0.3, abs=0.02)
+
+
+def test_a_class_that_does_not_run_gives_no_row(tmp_path):
+    broken = next(p for p in PLANS if p.numerics != default_plan().numerics)
+    bench = TableBench({}, failing={broken.key: "crash"})
+    verdict = decide(bench, tmp_path / "s", (broken,), numerics=broken.numerics)
+    assert (verdict.winner, verdict.kind, verdict.numerics) == (None, "none", broken.numerics)

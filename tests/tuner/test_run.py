@@ -17,7 +17,7 @@ from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import load
 from replayssm_tune.tuner import candidates, choose, measured, models, run
-from replayssm_tune.tuner.errors import GateError, StoreError
+from replayssm_tune.tuner.errors import GateError, StoreError, UsageError
 from replayssm_tune.tuner.gate import Verdict
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Environment, Timing
@@ -147,6 +147,91 @@ def test_a_tune_writes_table_kernels_and_run_file_and_resumes(
     assert again.table.rows == tuned.table.rows
     (path,) = (tmp_path / "again").glob("*.json")
     assert json.loads(path.read_text())["totals"]["resumed"]
+
+
+def invariant(folder: Path, **options: Any) -> Job:
+    return dataclasses.replace(job(folder, **options), batch_invariant=True)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_batch_invariant_tune_serves_one_class_and_says_what_that_costs(
+    fake: type[FakeBench], tmp_path: Path, drafts: int
+) -> None:
+    here = invariant(tmp_path, drafts=drafts)
+    (work,) = here.work
+    tuned = run.tune(here, silent, tmp_path / "results")
+    assert not tuned.missing
+    rows = [row for row in load(Path(tuned.table_path)).rows if row.spec == work.spec]
+    assert [row.effective_batch for row in rows] == [16, 1024]
+    assert all(row.batch_invariant for row in rows)
+    assert len({row.plan.numerics for row in rows}) == 1
+    assert not any(row.batch_invariant for row in tuned.table.rows if row.spec.is_native)
+    assert [(c.spec, c.effective_batch) for c in tuned.invariant] == [(work.spec, 16), (work.spec, 1024)]
+    for cost, row in zip(tuned.invariant, rows, strict=True):
+        assert cost.plan == row.plan
+        assert cost.regret == pytest.approx(cost.time_us / cost.best_time_us - 1, abs=5e-3)
+        assert f"{cost.regret:.1%} slower than the best of any numerics class" in row.verdict
+    for served in tuned.served:
+        assert (served.step, served.plan.numerics) == ("user", rows[0].plan.numerics)
+        assert "batch-invariant" in served.reason
+    if not drafts:  # early kernels win small batches, others large ones
+        small, large = tuned.invariant
+        assert small.best.variants[0].structure.load == "early"
+        assert large.plan.variants[0].structure.load == "late"
+        assert small.regret == pytest.approx(4.76 / 4.24 - 1, abs=0.02)
+        assert large.regret == pytest.approx(0, abs=5e-3)
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert "batch-invariant" in path.name
+
+    again = run.tune(here, silent)
+    assert fake.asked == [], "everything was remembered"
+    assert again.table.rows == tuned.table.rows
+    assert again.invariant == tuned.invariant
+
+
+def test_an_interrupted_batch_invariant_tune_goes_on(fake: type[FakeBench], tmp_path: Path) -> None:
+    run.tune(invariant(tmp_path / "whole"), silent)
+    whole = len(fake.asked)
+    fake.interrupt_after = whole - 20  # among the races of the class
+    with pytest.raises(KeyboardInterrupt):
+        run.tune(invariant(tmp_path), silent)
+    fake.interrupt_after = None
+    tuned = run.tune(invariant(tmp_path), silent)
+    assert 0 < len(fake.asked) <= 21
+    assert len(tuned.invariant) == 2
+
+
+def test_a_spent_budget_still_gives_rows_of_one_class(fake: type[FakeBench], tmp_path: Path) -> None:
+    tuned = run.tune(invariant(tmp_path, budget=Budget(trials=3)), silent)
+    assert not tuned.missing
+    (work,) = job(tmp_path).work
+    rows = [row for row in tuned.table.rows if row.spec == work.spec]
+    assert {(row.batch_invariant, row.plan.numerics) for row in rows} == {
+        (True, default_plan(work.spec).numerics)
+    }
+
+
+def test_rows_that_would_break_the_promise_go_and_a_plain_tune_ends_it(
+    fake: type[FakeBench], tmp_path: Path
+) -> None:
+    run.tune(job(tmp_path, (1, 8, 64)), silent)
+    kept = run.tune(invariant(tmp_path), silent)
+    spec = job(tmp_path).work[0].spec
+    assert {row.effective_batch for row in kept.table.rows if row.spec == spec} == {16, 1024}
+    assert any("1 rows of other numerics classes were left out" in note for note in kept.notes)
+    plain = run.tune(job(tmp_path), silent)
+    assert not any(row.batch_invariant for row in plain.table.rows)
+    assert any("no longer batch-invariant" in note for note in plain.notes)
+
+
+def test_estimates_that_promise_one_class_are_refused_beside_measured_rows(
+    fake: type[FakeBench], tmp_path: Path
+) -> None:
+    run.tune(job(tmp_path), silent)
+    static = dataclasses.replace(invariant(tmp_path), target=Target(GPU, False, "static"))
+    with pytest.raises(UsageError, match="not batch-invariant") as error:
+        run.tune(static, silent)
+    assert "another --output" in error.value.hint
 
 
 def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(

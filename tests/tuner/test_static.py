@@ -362,3 +362,34 @@ def test_a_small_static_tune_serves_every_cell(tmp_path, spec):
     assert all(plan.kept >= 1 for plan in result.specs)
     table = Table(H200.info, Toolchain("3.9.0", "", ""), "static", "0.1.0", "2026-11-30", result.rows)
     assert loads(dumps(table)) == table
+
+
+# ---- batch invariance ----
+
+
+def rows_of(one_class: bool, *variants: Variant):
+    points_ = [compiled(variant) for variant in (*default_plan(SPEC).variants, *variants)]
+    return static._rows(H200, SPEC, points_, (16, 128, 1024, 32768), "3.9.0", one_class)
+
+
+def test_static_rows_can_be_of_one_numerics_class():
+    late = Variant(Structure("both"), Tile(32, 64, 32, heads_per_program=4))
+    wide = dataclasses.replace(late, tile=dataclasses.replace(late.tile, heads_per_program=1))
+    free, no_cost = rows_of(False, EARLY, late, wide)
+    kept, costs = rows_of(True, EARLY, late, wide)
+    assert len({row.plan.numerics for row in free}) > 1
+    assert not no_cost
+    assert not any(row.batch_invariant for row in free)
+    assert len({row.plan.numerics for row in kept}) == 1
+    assert all(row.batch_invariant for row in kept)
+    assert [cost.effective_batch for cost in costs] == [row.effective_batch for row in kept]
+    for row, other, cost in zip(kept, free, costs, strict=True):
+        assert cost.plan == row.plan
+        assert cost.time_us == pytest.approx(row.time_us, rel=1e-3)
+        assert cost.best_time_us <= other.time_us * 1.001
+        assert cost.regret == pytest.approx(cost.time_us / cost.best_time_us - 1)
+        assert f"{cost.regret:.1%} slower than the best of any" in row.verdict
+    assert max(cost.regret for cost in costs) > 0.01
+    assert Table(
+        H200.info, Toolchain("3.9.0", "", ""), "static", "1", "2026-11-30", tuple(kept)
+    ).rows == tuple(kept)

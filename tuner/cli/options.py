@@ -169,6 +169,16 @@ def budget_option(function: Function) -> Function:
     )(function)
 
 
+def batch_invariant_option(function: Function) -> Function:
+    """``--batch-invariant``."""
+    return click.option(
+        "--batch-invariant",
+        is_flag=True,
+        help="Serve all batches of a spec by kernels of one numerics class, so that a sequence's outputs are "
+        "the same bits in whatever batch. The report shows what that costs.",
+    )(function)
+
+
 def store_option(function: Function) -> Function:
     """``--store``."""
     return click.option(
@@ -274,10 +284,11 @@ def build_job(
     budget: str | None = None,
     store: Path | str = STORE,
     output: Path = OUTPUT,
+    batch_invariant: bool = False,
     **workload: Any,
 ) -> request.Job:
     """The request that all options add up to; parameters carry the options' names."""
     bound = request.Budget() if budget is None else request.Budget.parse(budget)
     target = request.resolve_target(gpu, static)
     work, notes = resolve_workload(target.gpu, **workload)
-    return request.Job(target, work, bound, store, output, notes)
+    return request.Job(target, work, bound, store, output, notes, batch_invariant)

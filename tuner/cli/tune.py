@@ -16,6 +16,7 @@ from .exit_codes import ExitCode
 @options.static_option
 @options.workload_options
 @options.budget_option
+@options.batch_invariant_option
 @options.store_option
 @options.output_option
 @click.option(
