@@ -106,7 +106,8 @@ def test_error_does_not_grow_with_flushes(driver: Any, family: str) -> None:
 
 
 def test_extreme_decays_in_random_order(driver: Any, op: str) -> None:
-    scene = Trajectory(driver.make_spec(op), heads=4, steps=40, rates=(1.0, 16.0), deltas=(1e-8, 1e6 / 16))
+    # Of smaller step sizes fp32 has no 1e-6: dt + bias is beyond -16 then, and rounded by more.
+    scene = Trajectory(driver.make_spec(op), heads=4, steps=40, rates=(1.0, 16.0), deltas=(1e-6, 1e6 / 16))
     errors = driver.run(scene)
     assert driver.passes_gate(errors), errors
 
