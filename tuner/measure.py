@@ -119,7 +119,7 @@ class LayerStack:
         other: each occurs as often as any other, to within one, also where there are few rows.
         """
         spec, rows, layers = self.spec, self.shape.rows, self.layers
-        size = (layers, rows + 1)
+        size = self._tensors["ring_start"].shape
         lengths = torch.full(size, ring_length(spec, mode), dtype=torch.int32, device=self.device)
         if mode == "mix":
             turn = torch.arange(layers * rows, dtype=torch.int32, device=self.device).view(layers, rows)

@@ -60,7 +60,7 @@ def plan(job: Job, report: Report) -> Planned:
         collections.deque(compile_candidates(jobs, pool, gpu, found, report), maxlen=0)
     estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
     if job.target.measured:
-        estimate_s += sum(len(work.effective_batches) for work in job.work) * SECONDS_PER_CELL
+        estimate_s += SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
     return Planned(
         gpu=gpu.name,
         static=not job.target.measured,
