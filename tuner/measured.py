@@ -331,7 +331,7 @@ class MeasuredTune:
         numerics: str = "",
         rivals: Sequence[Plan] = (),
     ) -> CellResult:
-        """One cell; ``natives`` are the baseline's kernels to choose from, or what was chosen before, if any."""
+        """One cell; ``natives`` are kernels of the baseline, if any, or what was chosen of them before."""
         cell = Cell(spec, batch)
         verdict = choose(
             cell,

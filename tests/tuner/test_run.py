@@ -376,6 +376,18 @@ def test_a_wrong_default_of_what_materialises_states_ends_the_tune(
         run.tune(here, silent)
 
 
+def test_one_numerics_class_of_what_materialises_states_may_serve_all_batches(
+    fake: type[FakeBench], tmp_path: Path
+) -> None:
+    here, spec = with_materializing(invariant(tmp_path))
+    tuned = run.tune(here, silent)
+    assert not tuned.missing
+    rows = [row for row in tuned.table.rows if row.spec == spec]
+    assert [(row.effective_batch, row.batch_invariant) for row in rows] == [(16, True), (1024, True)]
+    assert len({row.plan.numerics for row in rows}) == 1
+    assert [cost.effective_batch for cost in tuned.invariant if cost.spec == spec] == [16, 1024]
+
+
 def test_a_budget_is_mostly_for_steps(tmp_path: Path) -> None:
     here, _ = with_materializing(job(tmp_path))
     assert [measured.budget_share(work) for work in here.work] == [pytest.approx(1.0), 0.2]
