@@ -23,6 +23,7 @@ Only ``gpu``, ``date`` and ``what`` are required. Of two runs that say the same 
 one counts. ``resumed`` says that a run found measurements or binaries of an earlier one: how long it took
 is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
 others. Of errors only some points make a record (:data:`ERROR_TOKENS`); their bound is in the run's protocol.
+Cells of what materialises states have ``materialize`` in place of the modes of a step, and no native.
 """
 
 from __future__ import annotations
@@ -122,6 +123,9 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     batch = cell["effective_batch"]
     cell = _finite(cell)
     key = _key(spec, batch, gpu)
+    if spec.op == "materialize":
+        yield from _materialize_records(cell, key)
+        return
     time_us, roof_us = cell.get("time_us", {}), cell.get("roof_us", {})
     roofs_us = {
         "nonflush": roof_us.get("read"),
@@ -148,6 +152,21 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
     for kernel, value in steps.items():
         if value is not None:
             yield _record("step_time_us", {**key, "kernel": kernel}, value, None, "us", False)
+
+
+def _materialize_records(cell: dict[str, Any], key: Cell) -> Iterable[Record]:
+    """What materialises states has no native kernel to be compared with: its roof and its default are all."""
+    time_us, roof_us, default_us = (
+        cell.get(name, {}).get("materialize") for name in ("time_us", "roof_us", "default_us")
+    )
+    for kernel, value in (("roof", roof_us), ("replay", time_us), ("default", default_us)):
+        if value is not None:
+            yield _record("materialize_time_us", {**key, "kernel": kernel}, value, None, "us", False)
+    if time_us is not None:
+        if roof_us is not None:
+            yield _record("materialize_roof_share", key, roof_us / time_us, None, "1", True)
+        if default_us is not None:
+            yield _record("materialize_vs_default", key, default_us / time_us, None, "1", True)
 
 
 def _stage_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:

@@ -59,7 +59,7 @@ def plan_for(spec: Spec, effective_batch: int, device_index: int) -> Plan:
     Raises:
         DispatchError: Strict mode, and no table has a row of the step.
     """
-    # Strict mode is about what is tuned: steps.
+    # Strict mode is about steps, which static tables have rows of alone.
     strict = os.environ.get(STRICT_VARIABLE, "") == "1" and spec.op != "materialize"
     found = default_lookup().find(spec, effective_batch, gpu_info(device_index), strict)
     announce(found.reason)

@@ -109,19 +109,19 @@ class Row:
     binaries: tuple[tuple[Binary, ...], ...]
     """Per variant of the plan, one record per Triton version."""
     time_us: float | None
-    """The staggered mix of flushing and other rows: the score."""
+    """The score: the staggered mix of flushing and other rows, or states materialised from whole rings."""
     native_time_us: float | None
-    """The fastest native kernel of the same run."""
+    """The fastest native kernel of the same run; None also of what materialises states, which has none."""
     default_time_us: float | None
     """The default plan in the same run."""
     roof_time_us: float | None
-    """The mix's roof: only the state's bytes are moved."""
+    """The score's roof: only the state's bytes are moved."""
     noise_floor: float | None
     """Relative spread of the incumbent against itself, e.g. 0.01."""
     nonflush_time_us: float | None
     """No row flushes."""
     flush_time_us: float | None
-    """Every row flushes."""
+    """Every row flushes, or is materialised."""
     nonflush_roof_us: float | None
     """Roof of ``nonflush_time_us``: reading the state."""
     flush_roof_us: float | None

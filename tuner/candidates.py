@@ -45,7 +45,7 @@ class Candidates:
 
 def spec_jobs(work: Iterable[Work]) -> list[tuple[Spec, Variant]]:
     """Every point to compile for ``work`` and its native baselines, spec by spec."""
-    specs = dict.fromkeys(s for w in work for s in (w.spec, w.spec.native))
+    specs = dict.fromkeys(spec for item in work for spec in item.specs)
     return [
         (spec, variant)
         for spec in specs

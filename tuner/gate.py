@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,7 +62,7 @@ class Gate:
         self.trajectory, self.spec = trajectory, trajectory.spec
         self._steps: list[Step] = []
         self._repeats = repeats
-        output, state = _Error(), _Error()
+        output, state = RelativeError(), RelativeError()
         for step in trajectory:
             output.add(step.ideal_y, step.y)
             state.add(step.ideal_stored, step.stored)
@@ -90,7 +90,7 @@ class Gate:
             launch: Takes one step on a pool and returns its outputs (tokens, heads, head_dim).
         """
         pool = self.trajectory.pool()
-        output, state, faults = _Error(), _Error(), []
+        output, state, faults = RelativeError(), RelativeError(), []
         for index, step in enumerate(self._steps):
             if index == self._repeated and self._repeats and not self._repeatable(launch, pool, step):
                 return Verdict("launches from the same memory differ")
@@ -160,7 +160,7 @@ def fault_names(spec: Spec) -> tuple[str, ...]:
     return (*everywhere, b, decay, x)
 
 
-class _Error:
+class RelativeError:
     """Relative RMS error over the tensors of many steps, none of which is kept; as ``relative_rms``."""
 
     def __init__(self) -> None:
@@ -177,13 +177,57 @@ class _Error:
         return math.sqrt(difference / max(scale, sys.float_info.min))
 
 
+class Kernels:
+    """A plan's kernels, compiled for the dtypes and the alignment of what they are given.
+
+    Args:
+        spec: What they compute.
+        plan: Which they are.
+        module_source: Finds the modules' files.
+    """
+
+    def __init__(self, spec: Spec, plan: Plan, module_source: ModuleSource) -> None:
+        self._spec, self._plan, self._source = spec, plan, module_source
+        self._structure = Structure(plan.variants[0].structure.role)
+        self._compiled: dict[tuple[bool, tuple[str, ...]], CompiledPlan] = {}
+
+    def launch(
+        self, named: Mapping[str, Tensor | None], rows: int, heads: int, numbers: Mapping[str, int]
+    ) -> None:
+        """Launch once on the current stream.
+
+        Args:
+            named: Tensors by the name of the argument; there may be more.
+            rows: Of the call.
+            heads: Of a row.
+            numbers: Scalar arguments by name; there may be more.
+
+        Raises:
+            CompileError: A kernel does not compile.
+        """
+        spec, tensors = self._spec, list[Tensor]()
+        for argument in tensor_arguments(spec, self._structure):
+            tensor = named[argument.name]
+            assert tensor is not None
+            tensors.append(tensor)
+        aligned = is_aligned(spec, self._structure, tensors)
+        dtypes = tuple(DTYPE_NAMES[t.dtype] for t in tensors)
+        compiled = self._compiled.get((aligned, dtypes))
+        if compiled is None:
+            compiled = CompiledPlan(spec, self._plan.variants, self._source, dtypes, aligned=aligned)
+            self._compiled[aligned, dtypes] = compiled
+        stream = torch.cuda.current_stream().cuda_stream if tensors[0].is_cuda else 0
+        *scalars, null_slot = (numbers[name] for name in scalar_arguments(spec, self._structure))
+        strides = tensor_strides(spec, self._structure, tensors)
+        compiled.bind(rows, heads, strides, tuple(scalars))(tuple(tensors), null_slot, stream)
+
+
 class PlanRunner:
     """Launches a plan on pools of one trajectory's layout."""
 
     def __init__(self, spec: Spec, plan: Plan, module_source: ModuleSource, trajectory: Trajectory) -> None:
-        self._spec, self._plan, self._source, self._trajectory = spec, plan, module_source, trajectory
-        self._structure = Structure(plan.variants[0].structure.role)
-        self._compiled: dict[tuple[bool, tuple[str, ...]], CompiledPlan] = {}
+        self._spec, self._trajectory = spec, trajectory
+        self._kernels = Kernels(spec, plan, module_source)
 
     def launch(self, pool: Pool, step: Step) -> Tensor:
         """Outputs (tokens, heads, head_dim) of one launch; the buffer is pre-filled with NaN."""
@@ -216,23 +260,9 @@ class PlanRunner:
             "dt_bias": trajectory.dt_bias,
             "out": out,
         }
-        tensors: list[Tensor] = []
-        for argument in tensor_arguments(spec, self._structure):
-            tensor = named[argument.name]
-            assert tensor is not None
-            tensors.append(tensor)
-        aligned = is_aligned(spec, self._structure, tensors)
-        dtypes = tuple(DTYPE_NAMES[t.dtype] for t in tensors)
-        compiled = self._compiled.get((aligned, dtypes))
-        if compiled is None:
-            compiled = CompiledPlan(spec, self._plan.variants, self._source, dtypes, aligned=aligned)
-            self._compiled[aligned, dtypes] = compiled
-        stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
         null_slot = -1 if trajectory.null_slot is None else trajectory.null_slot
         numbers = {"ring_capacity": pool.capacity, "tokens": len(step.x), "null_slot": null_slot}
-        *scalars, last = (numbers[name] for name in scalar_arguments(spec, self._structure))
-        strides = tensor_strides(spec, self._structure, tensors)
-        compiled.bind(rows, trajectory.heads, strides, tuple(scalars))(tuple(tensors), last, stream)
+        self._kernels.launch(named, rows, trajectory.heads, numbers)
         return out
 
 

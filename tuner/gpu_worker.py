@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..runtime.compiled import CompiledPlan
+    from .folds import FoldGate
     from .gate import Gate, Verdict
     from .measure import Graph, LayerStack
 
@@ -78,7 +79,7 @@ class GpuWorker:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._source = rendered(modules)
         self._compiled: dict[tuple[Spec, tuple[Variant, ...], tuple[str, ...]], CompiledPlan] = {}
-        self._gates: dict[Spec, Gate] = {}
+        self._gates: dict[Spec, Gate | FoldGate] = {}
         self._stack: tuple[tuple[Spec, int], LayerStack] | None = None
         self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
         self._throttled = _throttle_reader(self._device)
@@ -101,10 +102,14 @@ class GpuWorker:
 
     def gate(self, spec: Spec, plan: Plan) -> Verdict:
         """Whether ``plan`` may be timed; compiles it."""
+        from .folds import FoldGate
         from .gate import Gate
         from .trajectory import Trajectory
 
         gate = self._gates.get(spec)
+        if gate is None and spec.op == "materialize":
+            gate = FoldGate(spec, heads=_GATE_GROUPS * spec.heads_per_group, device=self._device)
+            self._gates[spec] = gate
         if gate is None:
             trajectory = Trajectory(
                 spec,

@@ -12,7 +12,7 @@ from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
 from .choose import Verdict
 from .meter import Budget, Meter
-from .records import Cell
+from .records import Cell, score_mode
 from .search import Ranking, interleave
 
 CLASS_PLANS: Final = 4
@@ -68,7 +68,7 @@ class Classes:
     They are those of the default plan and of what won or tied at some batch.
 
     Args:
-        spec: Of a step.
+        spec: Of a step, or of what materialises states.
         free: By batch, what was chosen where any class could win.
         rankings: By role and batch.
     """
@@ -76,7 +76,8 @@ class Classes:
     def __init__(
         self, spec: Spec, free: Mapping[int, Verdict], rankings: Mapping[str, Mapping[int, Ranking]]
     ) -> None:
-        self._spec, self._rankings = spec, rankings
+        self._spec, self._mode = spec, score_mode(spec)
+        self._rankings = {role: found for role, found in rankings.items() if role != "native"}
         self._default = default_plan(spec)
         self._won = {batch: verdict.winner for batch, verdict in free.items()}
         tied = [Plan.parse(key) for verdict in free.values() for key in verdict.tied]
@@ -90,8 +91,9 @@ class Classes:
         """
         nearest = sorted(self._won, key=lambda other: (abs(math.log(other / batch)), other))
         won = [p for b in nearest if (p := self._won[b]) is not None and p.numerics == numerics]
-        ranked = [self._rankings[role][b] for b in nearest for role in ("both", "nonflush", "flush")]
-        here, anywhere = of_class(numerics, ranked[:3]), of_class(numerics, ranked, few=1)
+        ranked = [of_role[b] for b in nearest for of_role in self._rankings.values()]
+        here = of_class(numerics, ranked[: len(self._rankings)])
+        anywhere = of_class(numerics, ranked, few=1)
         return list(dict.fromkeys((*won[:1], *here[:2], *won, *anywhere)))[:CLASS_PLANS]
 
     def choose(self, meter: Meter, budget: Budget, repeats: int) -> str:
@@ -108,9 +110,9 @@ class Classes:
             wanted = interleave([self.plans(batch, numerics) for numerics in self._classes])
             for plan in dict.fromkeys((self._default, *wanted)):
                 spent = part.spent and plan != self._default
-                if spent and meter.find(cell, plan.variants, "mix") is None:
+                if spent and meter.find(cell, plan.variants, self._mode) is None:
                     continue
-                result = meter.measure(cell, plan.variants, "mix", repeats)
+                result = meter.measure(cell, plan.variants, self._mode, repeats)
                 if result.ok:
                     found[plan] = result.time_us
             times.append(found)

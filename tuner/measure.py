@@ -54,7 +54,9 @@ class LayerStack:
         tokens = rows * spec.num_tokens
         # Verification without a ring keeps a state for every token of a row.
         served = tokens if spec.is_native else rows
-        slots = served + 1
+        # What materialises states writes them into other slots.
+        written = rows if spec.op == "materialize" else 0
+        slots = served + written + 1
         capacity = spec.ring_capacity
         activation, ring = TORCH_DTYPES[spec.activation_dtype], TORCH_DTYPES[spec.ring_dtype]
         p, n = spec.head_dim, spec.state_size
@@ -77,11 +79,13 @@ class LayerStack:
             "dt_bias": self._uniform(layers, heads) - 4.0,
             "out": torch.empty((layers, tokens, heads, p), dtype=activation, device=device),
         }
-        order = torch.randperm(served, generator=self._generator, device=device) + 1
-        slot_index = order.view(rows, -1) if spec.op == "native_verify" else order
+        order = torch.randperm(slots - 1, generator=self._generator, device=device) + 1
+        slot_index = order.view(rows, -1) if spec.op == "native_verify" else order[:served]
         # Of a step, not of a layer: all layers have the same.
         of_step = {
             "slot_index": slot_index,
+            "destination": order[served:],
+            "prefix": torch.full((rows,), spec.window, device=device),
             "accepted": torch.full((rows,), accepted_tokens(spec), device=device),
             "query_start": torch.arange(rows + 1, device=device) * spec.num_tokens,
         }
@@ -98,7 +102,7 @@ class LayerStack:
                 "ring_start": start.to(torch.int32).expand(layers, slots),
             }
         self._tensors = tensors
-        modes = () if self.native else ("nonflush", "flush", "mix")
+        modes = ("materialize",) if written else () if self.native else ("nonflush", "flush", "mix")
         self._lengths = {mode: self._ring_lengths(mode) for mode in modes}
         self._arguments: dict[str, list[tuple[torch.Tensor, ...]]] = {}
 
@@ -115,7 +119,7 @@ class LayerStack:
         other: each occurs as often as any other, to within one, also where there are few rows.
         """
         spec, rows, layers = self.spec, self.shape.rows, self.layers
-        size = (layers, rows + 1)
+        size = self._tensors["ring_start"].shape
         lengths = torch.full(size, ring_length(spec, mode), dtype=torch.int32, device=self.device)
         if mode == "mix":
             turn = torch.arange(layers * rows, dtype=torch.int32, device=self.device).view(layers, rows)
@@ -127,6 +131,11 @@ class LayerStack:
         """(rows,) or (rows, num_tokens) int64: where rows' states lie, the same in every layer."""
         return self._tensors["slot_index"][0].long()
 
+    @property
+    def _targets(self) -> torch.Tensor:
+        """As :attr:`_slots`, where the states of rows that write theirs go."""
+        return self._tensors["destination"][0].long() if self.spec.op == "materialize" else self._slots
+
     def clear(self) -> None:
         """Set the first row of every state to zero, which no state that is written anew leaves there."""
         self._tensors["state"][:, :, :, 0] = 0
@@ -137,9 +146,9 @@ class LayerStack:
         Raises:
             RuntimeError: They are not those of the rows that write theirs in ``mode``.
         """
-        wrote = (self._tensors["state"][:, :, :, 0] != 0).any(-1).any(-1)[:, self._slots]
+        wrote = (self._tensors["state"][:, :, :, 0] != 0).any(-1).any(-1)[:, self._targets]
         should = torch.ones_like(wrote)
-        if not self.native:
+        if not self.native and mode != "materialize":
             should = self._lengths[mode][:, self._slots] + self.spec.num_tokens > self.spec.window
         if not torch.equal(wrote, should):
             raise RuntimeError(

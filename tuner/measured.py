@@ -21,7 +21,7 @@ from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
 from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
-from ..runtime.plan import Plan, Structure, Tile, Variant
+from ..runtime.plan import PLAN_ROLES, Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row
 from .candidates import Candidates, by_promise, compile_candidates, spec_jobs
@@ -32,7 +32,7 @@ from .invariance import Classes
 from .meter import Budget, Meter
 from .mix import flush_share
 from .progress import Event, Report
-from .records import ROLE_MODES, Cell, Measurement, Timing
+from .records import ROLE_MODES, Cell, Measurement, Timing, score_mode
 from .records import Event as Measured
 from .request import Job, Work
 from .search import Ranked, Ranking, Settings, compose, interleave, search
@@ -49,8 +49,9 @@ RULES = Rules(contenders=5, rounds=4, rounds_before_drop=2, final_rounds=6, fina
 NATIVE_RULES = dataclasses.replace(RULES, contenders=3, rounds=2)
 COMPILE_SHARE = 0.4
 """Share of a time budget after which no further point is compiled."""
-ROLE_SHARES = {"both": 0.5, "nonflush": 0.1, "flush": 0.1, "native": 0.3}
-"""How a budget for searching is divided: one launch for all rows has won nearly every row so far."""
+ROLE_SHARES = {"both": 0.5, "nonflush": 0.1, "flush": 0.1, "native": 0.3, "materialize": 0.2}
+"""How a budget is divided: one launch for all rows has won nearly every row so far. Those of a step and its
+baseline add up to 1; what materialises states runs seldom and has few points."""
 RETRIES = 2
 """How often a row is measured again that does not fit its curve."""
 
@@ -66,17 +67,23 @@ class CellResult:
     rows: int
     heads: int
     verdict: Verdict
-    native: Verdict
-    nonflush: Measurement
-    flush: Measurement
-    default_nonflush: Measurement
-    default_flush: Measurement
+    native: Verdict | None
+    """None of what materialises states, which has no baseline."""
+    branches: Mapping[str, Measurement]
+    """The chosen plan by mode, ``nonflush`` and ``flush``; empty where kernels have no branches."""
+    default_branches: Mapping[str, Measurement]
+    """As ``branches``, of the default plan."""
     read_us: float
     scale_us: float
 
     @property
-    def mix_roof_us(self) -> float:
-        """Roof of the staggered mix: rows that flush write what they read."""
+    def mode(self) -> str:
+        """What the rows do in the score."""
+        return score_mode(self.spec)
+
+    @property
+    def roof_us(self) -> float:
+        """Roof of the score: rows that flush, or are materialised, write as much as they read."""
         return self._roof_us(flush_share(self.spec))
 
     @property
@@ -107,7 +114,7 @@ class MeasuredTune:
         self._gpu = job.target.gpu
         self._stage = ""
         self.meter = Meter(bench, store, digest=_digest, progress=self._measured)
-        curves = {s: work.effective_batches for work in job.work for s in (work.spec, work.spec.native)}
+        curves = {spec: work.effective_batches for work in job.work for spec in work.specs}
         self._seeds = {
             (spec, batch): seeds(spec, batch, known) for spec, curve in curves.items() for batch in curve
         }
@@ -177,39 +184,37 @@ class MeasuredTune:
         """As :meth:`_gate`, of a whole plan."""
         return "; ".join(filter(None, (self._gate(spec, variant) for variant in plan.variants)))
 
-    def cells(self, work: Work, step: Candidates, native: Candidates, share: float = 1.0) -> list[CellResult]:
+    def cells(self, work: Work, found: Mapping[Spec, Candidates], share: float = 1.0) -> list[CellResult]:
         """Search and choose along the curve of batches of one spec.
 
         Args:
             work: The spec and its batches.
-            step: Points of the spec.
-            native: Points of its native baseline.
+            found: Points of the spec and of its native baseline, if it has one.
             share: Of the budget that is left: half of it to search, half to choose.
         """
         spec = work.spec
         batches = work.effective_batches
         self._stage = spec.key
         share *= 0.5
-        left = sum(ROLE_SHARES.values())
+        left = budget_share(work)
         rankings: dict[str, dict[int, Ranking]] = {}
-        for role, part in ROLE_SHARES.items():
-            budget = self._budget(share * part / left)
-            left -= part
-            of, among = (spec.native, native) if role == "native" else (spec, step)
-            rankings[role] = self._search(of, among, role, batches, budget)
-        natives = rankings["native"]
+        for of, role in _roles(work):
+            budget = self._budget(share * ROLE_SHARES[role] / left)
+            left -= ROLE_SHARES[role]
+            rankings[role] = self._search(of, found[of], role, batches, budget)
+        natives = rankings.get("native", {})
         results: dict[int, CellResult] = {}
         previous: list[Plan] = []
         for i, batch in enumerate(batches):
             plans = _compose(spec, rankings, batch)
             budget = self._budget(share / (len(batches) - i))
-            results[batch] = self._cell(spec, batch, plans, natives[batch], previous, budget)
+            results[batch] = self._cell(spec, batch, plans, natives.get(batch), previous, budget)
             winner = results[batch].verdict.winner
             previous = [winner] if winner else previous
 
         def again(batch: int, attempt: int) -> CellResult:
             plans = _compose(spec, rankings, batch)
-            return self._cell(spec, batch, plans, natives[batch], [], self._budget(), attempt)
+            return self._cell(spec, batch, plans, natives.get(batch), [], self._budget(), attempt)
 
         self._retry(results, again)
         if self._job.batch_invariant:
@@ -269,7 +274,7 @@ class MeasuredTune:
         return results
 
     def served_cells(self, work: Work, served: Mapping[tuple[Spec, int], Plan]) -> list[CellResult]:
-        """Time given plans of one spec and its native baseline, at every batch.
+        """Time given plans of one spec and of its native baseline, if it has one, at every batch.
 
         Raises:
             GateError: One of them is numerically wrong here.
@@ -278,8 +283,8 @@ class MeasuredTune:
         self._stage = spec.key
         results = []
         for batch in work.effective_batches:
-            step, native = served[spec, batch], served[spec.native, batch]
-            for of, plan in ((spec, step), (spec.native, native)):
+            plans = {of: served[of, batch] for of in work.specs}
+            for of, plan in plans.items():
                 verdict = self._gated(of, plan)
                 if verdict:
                     raise GateError(
@@ -287,7 +292,8 @@ class MeasuredTune:
                         where=f"{of.key}@{batch}: {plan.key}",
                         hint="tune this shape anew on this GPU",
                     )
-            results.append(self._cell(spec, batch, [step], (Ranked(native.variants[0], 0.0),), [], Budget()))
+            natives = tuple(Ranked(p.variants[0], 0.0) for of, p in plans.items() if of.is_native) or None
+            results.append(self._cell(spec, batch, [plans[spec]], natives, [], Budget()))
         return results
 
     def _search(
@@ -318,20 +324,20 @@ class MeasuredTune:
         spec: Spec,
         batch: int,
         plans: Sequence[Plan],
-        natives: Ranking | Verdict,
+        natives: Ranking | Verdict | None,
         neighbours: Sequence[Plan],
         budget: Budget,
         attempt: int = 0,
         numerics: str = "",
         rivals: Sequence[Plan] = (),
     ) -> CellResult:
-        """One cell; ``natives`` are the baseline's kernels to choose from, or what was chosen before."""
+        """One cell; ``natives`` are kernels of the baseline, if any, or what was chosen of them before."""
         cell = Cell(spec, batch)
         verdict = choose(
             cell,
             plans,
             self.meter,
-            mode="mix",
+            mode=score_mode(spec),
             default=default_plan(spec),
             neighbours=neighbours,
             budget=budget,
@@ -345,11 +351,11 @@ class MeasuredTune:
         branch = {
             (plan, mode): self.meter.measure(cell, plan.variants, mode, FINAL_REPEATS, f"final{attempt}")
             for plan in dict.fromkeys((chosen, default))
-            for mode in ("nonflush", "flush")
+            for mode in (("nonflush", "flush") if score_mode(spec) == "mix" else ())
         }
         read_us, scale_us = (self._roof(cell, kind, attempt) for kind in ROOFS)
         rows, heads = dataclasses.astuple(shape_for(spec, batch))
-        if not isinstance(natives, Verdict):
+        if natives is not None and not isinstance(natives, Verdict):
             natives = choose(
                 Cell(spec.native, batch),
                 [Plan((ranked.variant,)) for ranked in natives[:4]],
@@ -367,10 +373,8 @@ class MeasuredTune:
             heads=heads,
             verdict=verdict,
             native=natives,
-            nonflush=branch[chosen, "nonflush"],
-            flush=branch[chosen, "flush"],
-            default_nonflush=branch[default, "nonflush"],
-            default_flush=branch[default, "flush"],
+            branches={mode: found for (plan, mode), found in branch.items() if plan == chosen},
+            default_branches={mode: found for (plan, mode), found in branch.items() if plan == default},
             read_us=read_us,
             scale_us=scale_us,
         )
@@ -399,15 +403,26 @@ class MeasuredTune:
         self._report(Event(f"{event.stage} {self._stage}", event.done, event.total, f"batch {batch}"))
 
 
+def _roles(work: Work) -> list[tuple[Spec, str]]:
+    """Roles that are searched for ``work``, each with the spec that it is of."""
+    return [(spec, role) for spec in work.specs for role in space.roles(spec)]
+
+
+def budget_share(work: Work) -> float:
+    """How much of a budget ``work`` gets, next to a step's 1."""
+    return sum(ROLE_SHARES[role] for _, role in _roles(work))
+
+
 def _compose(spec: Spec, rankings: Mapping[str, Mapping[int, Ranking]], batch: int) -> tuple[Plan, ...]:
-    both, nonflush, flush = (rankings[role][batch] for role in ("both", "nonflush", "flush"))
+    whole = PLAN_ROLES[spec.op][0][0]
+    both, nonflush, flush = (rankings.get(role, {}).get(batch, ()) for role in (whole, "nonflush", "flush"))
     return compose(spec, both, nonflush, flush)
 
 
 def gate_plan(spec: Spec, variant: Variant) -> Plan:
     """The plan that takes one kernel through the gate: a branch needs a partner for the other one."""
     role = variant.structure.role
-    if role in ("both", "native"):
+    if (role,) in PLAN_ROLES[spec.op]:
         return Plan((variant,))
     block = state_block(spec)
     branches = {

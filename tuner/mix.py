@@ -21,13 +21,21 @@ def cycle(spec: Spec) -> int:
 
 
 def flush_share(spec: Spec) -> float:
-    """Share of the rows of the mix that flush, 0 to 1; 1 / W for one token a step. Native steps all write."""
-    return 1.0 if spec.is_native else accepted_tokens(spec) / cycle(spec)
+    """Share of the rows of the mix that flush, 0 to 1; 1 / W for one token a step.
+
+    Native steps all write, and so does what materialises states.
+    """
+    return 1.0 if spec.is_native or spec.op == "materialize" else accepted_tokens(spec) / cycle(spec)
 
 
 def ring_length(spec: Spec, mode: str) -> int:
     """Ring tokens of every row where all do the same.
 
-    In ``flush`` a whole window, in ``nonflush`` half of one, or as much as leaves room for a step's tokens.
+    In ``flush`` and ``materialize`` a whole window, in ``nonflush`` half of one, or as much as leaves room
+    for a step's tokens.
     """
-    return spec.window if mode == "flush" else min(spec.window // 2, spec.window - spec.num_tokens)
+    return (
+        spec.window
+        if mode in ("flush", "materialize")
+        else min(spec.window // 2, spec.window - spec.num_tokens)
+    )

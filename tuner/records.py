@@ -15,14 +15,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ..runtime.plan import Variant
+from ..runtime.plan import PLAN_ROLES, Variant
 from ..runtime.spec import Spec
 
-MODES: Final = ("mix", "nonflush", "flush", "native")
-"""What the rows of a timed batch do: a staggered mix, all one branch, or the native step."""
+MODES: Final = ("mix", "nonflush", "flush", "native", "materialize")
+"""What the rows of a timed batch do: a staggered mix, all one branch, the native step, or fold whole rings
+into states of other slots."""
 
-ROLE_MODES: Final = {"both": "mix", "nonflush": "nonflush", "flush": "flush", "native": "native"}
+ROLE_MODES: Final = {
+    "both": "mix",
+    "nonflush": "nonflush",
+    "flush": "flush",
+    "native": "native",
+    "materialize": "materialize",
+}
 """Mode in which variants of a role are searched."""
+
+
+def score_mode(spec: Spec) -> str:
+    """Mode whose time is the score of plans of ``spec``: that of the role which serves all rows."""
+    return ROLE_MODES[PLAN_ROLES[spec.op][0][0]]
+
 
 STATUSES: Final = ("ok", "gate", "crash", "timeout", "resources", "compile")
 """``ok``, or why a candidate has no time. All are results: none is tried again."""
@@ -33,7 +46,7 @@ class Cell:
     """What one row of a table is about.
 
     Args:
-        spec: The kernel's specification (``spec.native`` for the baseline).
+        spec: The kernel's specification (``spec.native`` for the baseline, ``spec.materialize``).
         effective_batch: Sequences x heads on this GPU.
     """
 

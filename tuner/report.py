@@ -45,7 +45,7 @@ class SpecPlan:
     """What is tried for one spec.
 
     Args:
-        spec: The specification, of ``step`` or ``native_step``.
+        spec: The specification, of any op that is tuned.
         effective_batches: Where it is tuned.
         points: Points of the space.
         kept: Points that compile and fit, each with a binary of its own; the default is one of them.

@@ -46,6 +46,19 @@ class Work:
     layers: tuple[str, ...]
     """Whose layer this is, e.g. ``nemotron-3-nano-4b tp1``."""
 
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """See :func:`timed_specs`."""
+        return timed_specs(self.spec)
+
+
+def timed_specs(spec: Spec) -> tuple[Spec, ...]:
+    """What is timed for ``spec``: itself, and of a step the baseline without a ring it is compared with.
+
+    Of what materialises states there is none: engines without a ring have nothing to fold.
+    """
+    return (spec,) if spec.op == "materialize" else (spec, spec.native)
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -157,9 +170,10 @@ def _is_claimed(claimed: str, wanted: Gpu, here: Gpu) -> bool:
 def layer_bytes(spec: Spec, effective_batch: int) -> int:
     """Bytes of states and ring that one layer buffer of ``effective_batch`` heads takes.
 
-    The native baseline keeps a state for every token of a step, replay one and a ring.
+    The native baseline keeps a state for every token of a step, replay one and a ring. Where states are
+    materialised every row has a second one, which it writes.
     """
-    states = spec.num_tokens if spec.is_native else 1
+    states = 2 if spec.op == "materialize" else spec.num_tokens if spec.is_native else 1
     ring = DTYPE_BYTES[spec.ring_dtype] * spec.head_dim + 4
     shared = DTYPE_BYTES[spec.ring_dtype] * spec.state_size
     per_group = -(-effective_batch // spec.heads_per_group)
@@ -168,8 +182,8 @@ def layer_bytes(spec: Spec, effective_batch: int) -> int:
 
 
 def _largest_layer_bytes(spec: Spec, effective_batch: int) -> int:
-    """Bytes of a layer buffer that measuring a cell takes: of the step or of its baseline."""
-    return max(layer_bytes(one, effective_batch) for one in (spec, spec.native))
+    """Bytes of a layer buffer that measuring a cell takes: of the spec or of its baseline."""
+    return max(layer_bytes(one, effective_batch) for one in timed_specs(spec))
 
 
 def fits(spec: Spec, effective_batch: int, memory_bytes: int) -> bool:
@@ -223,6 +237,24 @@ def resolve_work(
         Work(spec, _effective_batches(spec, heads, batches, gpu), tuple(layers_of[spec]))
         for spec, heads in heads_of.items()
     ), tuple(notes)
+
+
+def materializing(work: Sequence[Work], gpu: Gpu) -> tuple[Work, ...]:
+    """What materialises states of the rings of ``work``: specs of equal rings share it, each is named once.
+
+    Its batches are those of all of them, as far as their second states fit in the memory of ``gpu``.
+    """
+    shared: dict[Spec, Work] = {}
+    for item in work:
+        spec = item.spec.materialize
+        held = shared.get(spec, Work(spec, (), ()))
+        fitting = (b for b in item.effective_batches if fits(spec, b, gpu.memory_bytes))
+        shared[spec] = Work(
+            spec,
+            tuple(sorted({*held.effective_batches, *fitting})),
+            tuple(dict.fromkeys((*held.layers, *item.layers))),
+        )
+    return tuple(item for item in shared.values() if item.effective_batches)
 
 
 def possible_splits(model: Model) -> tuple[int, ...]:

@@ -22,28 +22,34 @@ Binaries = Callable[[Variant], Compiled]
 
 
 def step_row(result: CellResult, compiled: Binaries, triton_version: str) -> Row | None:
-    """The row of a cell; None if nothing ran.
+    """The row of a cell; None if nothing ran. What materialises states writes as a flush does.
 
     Args:
         result: The cell.
-        compiled: Binaries of the step's variants.
+        compiled: Binaries of the spec's variants.
         triton_version: That they were compiled with.
     """
+    times_us = {mode: found.time_us for mode, found in result.branches.items()}
     return _row(
         result.spec,
         result,
         result.verdict,
         compiled,
         triton_version,
-        roof_us=result.mix_roof_us,
-        nonflush_us=result.nonflush.time_us,
-        flush_us=result.flush.time_us,
+        roof_us=result.roof_us,
+        nonflush_us=times_us.get("nonflush"),
+        flush_us=times_us.get("flush", result.verdict.time_us),
         flush_roof_us=result.scale_us,
     )
 
 
 def native_row(result: CellResult, compiled: Binaries, triton_version: str) -> Row | None:
-    """The row of a cell's native baseline; None if nothing ran. Every step of it writes as a flush does."""
+    """The row of a cell's native baseline; None if there is none, or nothing ran.
+
+    Every step of it writes as a flush does.
+    """
+    if result.native is None:
+        return None
     return _row(
         result.spec.native,
         result,
@@ -80,7 +86,7 @@ def _row(
         module_digests=tuple(digest_of(spec, v.structure) for v in plan.variants),
         binaries=tuple((compiled(v).binary(triton_version),) for v in plan.variants),
         time_us=known(verdict.time_us, DIGITS),
-        native_time_us=known(result.native.time_us, DIGITS),
+        native_time_us=None if result.native is None else known(result.native.time_us, DIGITS),
         default_time_us=known(verdict.default_time_us, DIGITS),
         roof_time_us=known(roof_us, DIGITS),
         noise_floor=known(verdict.noise_floor, DIGITS),

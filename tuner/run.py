@@ -28,7 +28,7 @@ from .check import check
 from .errors import UsageError
 from .generate import generate
 from .gpu_bench import GpuBench
-from .measured import CellResult, MeasuredTune, cache_folder, workers
+from .measured import CellResult, MeasuredTune, budget_share, cache_folder, workers
 from .progress import Report
 from .records import Environment
 from .report import Invariant, Planned, Served, SpecPlan, Tuned
@@ -60,7 +60,7 @@ def plan(job: Job, report: Report) -> Planned:
         collections.deque(compile_candidates(jobs, pool, gpu, found, report), maxlen=0)
     estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
     if job.target.measured:
-        estimate_s += sum(len(work.effective_batches) for work in job.work) * SECONDS_PER_CELL
+        estimate_s += SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
     return Planned(
         gpu=gpu.name,
         static=not job.target.measured,
@@ -102,11 +102,11 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
         found = tuning.prepare(pool)
         pool.close()
+        shares = [budget_share(work) for work in job.work]
         for i, work in enumerate(job.work):
-            step, native = found[work.spec], found[work.spec.native]
-            results_of_work = tuning.cells(work, step, native, 1 / (len(job.work) - i))
+            results_of_work = tuning.cells(work, found, shares[i] / sum(shares[i:]))
             cells += results_of_work
-            rows += _rows(results_of_work, step, native, environment.triton)
+            rows += _rows(results_of_work, found, environment.triton)
     table = _table(gpu, environment, rows)
     before = _held(job)
     emission = emit(job.output, table)
@@ -156,7 +156,7 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
     served = {
         (spec, batch): lookup.find(spec, batch, gpu.info).plan
         for work in job.work
-        for spec in (work.spec, work.spec.native)
+        for spec in work.specs
         for batch in work.effective_batches
     }
     kernels = {
@@ -285,11 +285,12 @@ def _known_rows(job: Job) -> tuple[Row, ...]:
     return tuple(row for table in (*own, *user_tables(), *shipped_tables()) for row in table.rows)
 
 
-def _rows(cells: Iterable[CellResult], step: Candidates, native: Candidates, version: str) -> list[Row]:
+def _rows(cells: Iterable[CellResult], found: Mapping[Spec, Candidates], version: str) -> list[Row]:
     rows = []
     for cell in cells:
-        rows.append(step_row(cell, step.compiled.__getitem__, version))
-        rows.append(native_row(cell, native.compiled.__getitem__, version))
+        rows.append(step_row(cell, found[cell.spec].compiled.__getitem__, version))
+        if cell.native is not None:
+            rows.append(native_row(cell, found[cell.spec.native].compiled.__getitem__, version))
     return [row for row in rows if row is not None]
 
 
@@ -300,10 +301,7 @@ def _table(gpu: Gpu, environment: Environment, rows: Sequence[Row]) -> Table:
 
 def _spec_plans(work: Iterable[Work], found: Mapping[Spec, Candidates]) -> tuple[SpecPlan, ...]:
     return tuple(
-        found[spec].plan(item.effective_batches)
-        for item in work
-        for spec in (item.spec, item.spec.native)
-        if spec in found
+        found[spec].plan(item.effective_batches) for item in work for spec in item.specs if spec in found
     )
 
 

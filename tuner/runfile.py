@@ -57,6 +57,7 @@ def run_data(
             "race": asdict(RULES),
             "mix": "ring lengths of the flush cycle in turn over rows and layers; of a step's tokens the "
             "first and half of the others (rounded up) are kept",
+            "materialize": "whole rings of all rows into states of other slots",
             "nonflush": "window // 2 live ring tokens, or as many as leave room for a step's",
         },
         "cells": [_cell_data(cell) for cell in cells],
@@ -65,7 +66,7 @@ def run_data(
 
 
 def _cell_data(cell: CellResult) -> dict[str, Any]:
-    verdict, native = cell.verdict, cell.native
+    verdict, native, mode = cell.verdict, cell.native, cell.mode
     return {
         "spec": cell.spec.key,
         "effective_batch": cell.effective_batch,
@@ -75,24 +76,21 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
         "plan": verdict.winner.key if verdict.winner else "",
         "verdict": verdict.kind,
         "time_us": {
-            "mix": verdict.time_us,
-            "nonflush": cell.nonflush.time_us,
-            "flush": cell.flush.time_us,
+            mode: verdict.time_us,
+            **{branch: found.time_us for branch, found in cell.branches.items()},
         },
-        "roof_us": {"read": cell.read_us, "scale": cell.scale_us, "mix": cell.mix_roof_us},
-        "native_us": native.time_us,
-        "native_name": native.winner.key if native.winner else "",
+        "roof_us": {"read": cell.read_us, "scale": cell.scale_us, mode: cell.roof_us},
+        "native_us": native and native.time_us,
+        "native_name": native.winner.key if native and native.winner else "",
         "default_us": {
-            "mix": verdict.default_time_us,
-            "nonflush": cell.default_nonflush.time_us,
-            "flush": cell.default_flush.time_us,
+            mode: verdict.default_time_us,
+            **{branch: found.time_us for branch, found in cell.default_branches.items()},
         },
         "noise_floor": verdict.noise_floor,
         "samples_us": {
-            "mix": list(verdict.samples_us),
-            "nonflush": list(cell.nonflush.samples_us),
-            "flush": list(cell.flush.samples_us),
-            "native": list(native.samples_us),
+            mode: list(verdict.samples_us),
+            **{branch: list(found.samples_us) for branch, found in cell.branches.items()},
+            **({"native": list(native.samples_us)} if native else {}),
         },
     }
 

@@ -294,6 +294,7 @@ def _notes(specs: Iterable[Spec]) -> tuple[str, ...]:
         "times are estimates of an analytical model, made for ranking",
         *(f"the model has not been compared with measurements of {what} kernels" for what in unknown),
         "numerics were checked in Triton's interpreter, with fp16 in place of bf16",
+        "what materialises states keeps its computed default: the model ranks steps alone",
     )
 
 

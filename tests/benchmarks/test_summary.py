@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks import documents, figure, summary
+from replayssm_tune.runtime.spec import Spec
 
 KEY = "mamba2-step-p64-n128-g16-w16-t1-xbf16-s{}-rbf16-fdbs"
 
@@ -47,6 +48,32 @@ def test_every_claim_of_a_cell():
     assert {frozenset(r) for r in records} == {
         frozenset(("claim", "cell", "value", "asked", "unit", "higher_is_better", "run"))
     }
+
+
+def test_what_materialises_states_is_compared_with_its_default_alone():
+    spec = Spec.parse(KEY.format("fp32")).materialize
+    of_fold = cell(
+        1024, spec=spec.key, time_us={"materialize": 20.0}, native_us=None, native_name="",
+        roof_us={"read": 8.0, "scale": 18.0, "materialize": 18.0}, default_us={"materialize": 24.0},
+    )  # fmt: skip
+    records = summary.derive([("a.json", run(of_fold, cell(1024)))])
+    found = [r for r in records if r["cell"]["op"] == "materialize"]
+    assert {r["claim"] for r in found} == {
+        "materialize_time_us", "materialize_roof_share", "materialize_vs_default",
+    }  # fmt: skip
+    assert value(found, "materialize_roof_share") == pytest.approx(0.9)
+    assert value(found, "materialize_vs_default") == pytest.approx(1.2)
+    assert [value(found, "materialize_time_us", kernel=k) for k in ("roof", "replay", "default")] == [
+        18,
+        20,
+        24,
+    ]
+    alone = summary.derive([("a.json", run(cell(1024)))])
+    assert [r for r in records if r not in found] == alone
+    for region in documents.REGIONS.values():
+        assert region(records) == region(alone)
+    failed = {**of_fold, "time_us": {"materialize": float("inf")}, "default_us": {"materialize": None}}
+    assert {r["cell"]["kernel"] for r in summary.derive([("a.json", run(failed))])} == {"roof"}
 
 
 def test_times_without_a_stage_stand_beside_the_whole_and_the_roof():

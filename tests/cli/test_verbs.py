@@ -123,6 +123,20 @@ def test_nothing_at_all_tunes_for_the_gpu_that_is_there(call, tuner, present):
     assert tuner.calls[0][1].target.measured
 
 
+def test_what_materialises_states_is_tuned_where_it_can_be_timed(call, tuner, present):
+    given = ("--model", "nemotron-3-nano-4b", "--tp", "1", "--state-dtype", "fp32", "--drafts", "0,3")
+    assert call("--gpu", "H200", *given)[0] == 0
+    present("H200")
+    for verb in ("tune", "plan"):
+        assert call(verb, *given)[0] == 0
+    static, *measured = (job.work for _, job in tuner.calls)
+    assert [work.spec.op for work in static] == ["step", "verify"]
+    for step, verify, folds in measured:
+        assert (step, verify) == static
+        assert folds.spec == step.spec.materialize == verify.spec.materialize
+        assert folds.effective_batches == step.effective_batches
+
+
 def test_static_mode_is_announced_on_stderr(call):
     code, out, err = call("--gpu", "H100")
     assert code == 0

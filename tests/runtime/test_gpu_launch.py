@@ -297,7 +297,7 @@ def test_strict_mode_refuses_and_served_plans_are_announced(
     monkeypatch.setenv(launch.STRICT_VARIABLE, "1")
     with pytest.raises(DispatchError, match=r"no table has a row for .*-w5-"):
         ask(untabled, device, index)
-    # Of what materialises states there are no rows.
+    # Strict mode is about steps.
     assert launch.plan_for(untabled.materialize, 16, index) == default_plan(untabled.materialize)
     monkeypatch.setenv(launch.STRICT_VARIABLE, "0")
     batch = 16 * (37 if device == "cuda" else 41)

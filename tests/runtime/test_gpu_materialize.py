@@ -47,11 +47,6 @@ def family() -> str:
     return "mamba2"
 
 
-def counts(scene: Fold) -> torch.Tensor:
-    """Tokens that each row folds."""
-    return torch.minimum(scene.prefix.long().clamp(min=0), scene.lengths())
-
-
 @pytest.mark.parametrize("name", FOLDS)
 def test_states_are_those_of_the_recurrence(device: str, renders: None, name: str) -> None:
     """Rings of every fill, any prefix: as exact as the state's dtype, and nothing else is written."""
@@ -59,8 +54,8 @@ def test_states_are_those_of_the_recurrence(device: str, renders: None, name: st
     times = 4 if device == "cuda" else 1
     rows = times * max(17, spec.window + 1)
     scene = fold(spec, rows, times * spec.heads_per_group, device, **options)
-    expected, before = scene.expected(counts(scene)), scene.pool.storage.clone()
-    assert len({*counts(scene).tolist()}) > 4
+    expected, before = scene.expected(scene.counts()), scene.pool.storage.clone()
+    assert len({*scene.counts().tolist()}) > 4
     scene.call()
     found = scene.pool.state[scene.destination.long()]
     ideal = relative_rms(round_to(expected, spec.state_dtype), expected)
@@ -80,7 +75,7 @@ def test_states_are_those_of_the_recurrence(device: str, renders: None, name: st
 def test_a_part_of_a_ring_in_place_is_left_as_it_is(renders: None, spec: Spec) -> None:
     """A CPU raises; a kernel cannot, and must not fold what would be folded again."""
     scene = fold(spec, 17, 2 * spec.heads_per_group, "cuda")
-    part = (counts(scene) != scene.lengths()).nonzero()[:, 0]
+    part = (scene.counts() != scene.lengths()).nonzero()[:, 0]
     assert len(part) > 4
     before = scene.pool.storage.clone()
     scene.call(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from replayssm_tune.codegen.targets import find
 from replayssm_tune.runtime import launch
 from replayssm_tune.runtime.abi import TensorArgument, launch_structure, parameters, tensor_arguments
 from replayssm_tune.runtime.checks import check_step
@@ -27,9 +28,14 @@ from replayssm_tune.runtime.contracts import (
     MAMBA2_STEP,
     MAMBA2_VERIFY,
 )
+from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.errors import DispatchError
+from replayssm_tune.runtime.lookup import Lookup
+from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from tests.interpreter import run_interpreted
 from tests.runtime.calls import random_call
+from tests.runtime.table_samples import row, table
 
 FIELDS: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
 FIELDS |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
@@ -223,3 +229,24 @@ def test_a_warm_up_compiles_what_calls_of_drafts_will_ask_for(
         assert numbers == tuple(sizes[name] for name in named if name in sizes)
         if native:
             assert strides[named.index("slot_index_stride_row") - len(record.tensors)] == 3
+
+
+def test_rows_of_what_materialises_states_serve_and_strict_mode_is_about_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = SPECS["mamba2"].materialize
+    tuned = Plan((Variant(Structure("materialize"), Tile(8, 16, 16, 2)),))
+    assert tuned != default_plan(spec)
+    tables = [table(row(64, spec, plan=tuned, native_time_us=None))]
+    monkeypatch.setattr(launch, "gpu_info", lambda index: find("H200").info)
+    monkeypatch.setattr(launch, "default_lookup", lambda: Lookup(tables))
+    plan_for = launch.plan_for.__wrapped__
+    for strict in ("1", "0"):
+        monkeypatch.setenv(launch.STRICT_VARIABLE, strict)
+        assert plan_for(spec, 40, 0) == tuned
+        # The row was timed at another batch, of another window.
+        for other, batch in ((spec, 4096), (replace(spec, window=5), 64)):
+            assert plan_for(other, batch, 0) == default_plan(other)
+    monkeypatch.setenv(launch.STRICT_VARIABLE, "1")
+    with pytest.raises(DispatchError):
+        plan_for(SPECS["mamba2"], 64, 0)

@@ -14,6 +14,7 @@ from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.measure import LayerStack
+from replayssm_tune.tuner.records import score_mode
 from replayssm_tune.tuner.shapes import shape_for
 
 MAMBA2 = Spec("mamba2", "step", 64, 128, 16, 16)
@@ -22,11 +23,12 @@ STEPS = [dataclasses.replace(spec, op=op, num_tokens=n) for spec in (MAMBA2, GDN
          for op, n in (("step", 1), ("verify", 4), ("verify", 8))]  # fmt: skip
 
 
+SPECS = [*STEPS, *(spec.native for spec in STEPS), MAMBA2.materialize, GDN.materialize]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("spec", STEPS, ids=lambda spec: spec.key)
-def test_default_plans_do_in_each_mode_what_it_says(spec: Spec, native: bool, tmp_path: Path) -> None:
-    spec = spec.native if native else spec
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
+def test_default_plans_do_in_each_mode_what_it_says(spec: Spec, tmp_path: Path) -> None:
     stack = LayerStack(spec, shape_for(spec, 256), torch.device("cuda", torch.cuda.current_device()))
     source = rendered(tmp_path)
 
@@ -34,10 +36,11 @@ def test_default_plans_do_in_each_mode_what_it_says(spec: Spec, native: bool, tm
         return CompiledPlan(of, variants, source, dtypes, aligned=True)
 
     plan = default_plan(spec)
-    for mode in ("native",) if native else ("mix", "nonflush", "flush"):
+    steps = score_mode(spec) == "mix"
+    for mode in ("mix", "nonflush", "flush") if steps else (score_mode(spec),):
         times_us = stack.graph(plan.variants, mode, compiler).time_us(3)
         assert all(0.1 < time_us < 1e4 for time_us in times_us), mode
-    if not native:
+    if steps:
         # Half a step: rows of the other branch are left as they are, which the mix does not allow.
         alone = next((v for v in plan.variants if v.structure.role == "nonflush"), None)
         if alone is not None:

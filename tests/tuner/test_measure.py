@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from replayssm_tune.codegen.cache import rendered
-from replayssm_tune.runtime.abi import tensor_arguments
+from replayssm_tune.runtime.abi import launch_structure, tensor_arguments
 from replayssm_tune.runtime.compiled import CompiledPlan
 from replayssm_tune.runtime.defaults import default_plan
-from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.interpreted import small_variant
 from replayssm_tune.tuner.measure import LayerStack
 from replayssm_tune.tuner.mix import accepted_tokens, cycle
+from replayssm_tune.tuner.records import score_mode
 from replayssm_tune.tuner.shapes import Shape
 from tests.interpreter import interpreted
 
@@ -26,6 +26,7 @@ SPECS = (
     Spec("mamba2", "verify", 8, 16, 2, 8, 4, has_z=True),
     Spec("gdn", "verify", 8, 16, 2, 4, 3, has_d=False, state_dtype="bf16"),
 )
+FOLDS = tuple(dict.fromkeys(spec.materialize for spec in SPECS))
 ROWS, HEADS = 3, 4
 
 
@@ -39,13 +40,13 @@ def stack_of(monkeypatch):
     return build
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
-def test_every_argument_has_a_buffer_of_its_dtype_and_dimensions(stack_of, spec, native):
-    spec = spec.native if native else spec
-    structure = Structure("native" if spec.is_native else "both")
+@pytest.mark.parametrize(
+    "spec", [*SPECS, *(spec.native for spec in SPECS), *FOLDS], ids=lambda spec: spec.key
+)
+def test_every_argument_has_a_buffer_of_its_dtype_and_dimensions(stack_of, spec):
+    structure = launch_structure(spec)
     stack = stack_of(spec)
-    layers = stack._layer_arguments(structure, "mix")
+    layers = stack._layer_arguments(structure, score_mode(spec))
     assert len(layers) == stack.layers
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32"}
     for tensors in layers:
@@ -60,7 +61,7 @@ def test_every_argument_has_a_buffer_of_its_dtype_and_dimensions(stack_of, spec,
 
 def arguments_of(stack, mode):
     """Tensors of every layer by name."""
-    structure = Structure("native" if stack.native else "both")
+    structure = launch_structure(stack.spec)
     names = [argument.name for argument in tensor_arguments(stack.spec, structure)]
     return [dict(zip(names, tensors, strict=True)) for tensors in stack._layer_arguments(structure, mode)]
 
@@ -92,6 +93,36 @@ def test_over_the_layers_the_mix_meets_every_length_of_the_cycle(stack_of, spec)
         for given in arguments_of(stack, mode):
             served = given["ring_len"][given["slot_index"].long()]
             assert bool(((served + spec.num_tokens > spec.window) == flushes).all())
+
+
+@pytest.mark.parametrize("spec", FOLDS, ids=lambda spec: spec.key)
+def test_whole_rings_are_materialised_into_other_slots(stack_of, spec):
+    stack = stack_of(spec)
+    for given in arguments_of(stack, "materialize"):
+        slots = torch.cat([given["slot_index"], given["destination"]])
+        assert len({*slots.tolist()}) == 2 * ROWS
+        assert 0 < int(slots.min()) < int(slots.max()) < len(given["state"])
+        assert given["ring_len"][given["slot_index"].long()].tolist() == [spec.window] * ROWS
+        assert given["prefix"].tolist() == [spec.window] * ROWS
+    assert sum(state.nbytes for state in stack.states()) == stack.layers * spec.state_bytes(ROWS * HEADS)
+
+
+@pytest.mark.parametrize("spec", FOLDS, ids=lambda spec: spec.key)
+def test_that_states_are_materialised_is_proven_by_those_of_the_destinations(stack_of, spec):
+    stack = stack_of(spec)
+    stack.clear()
+    for given in arguments_of(stack, "materialize"):
+        state, slots = given["state"], given["destination"].long()
+        state[slots] = torch.randn(state[slots].shape).to(state.dtype)
+    stack.prove("materialize")
+    state[slots[1], :, 0] = 0
+    with pytest.raises(RuntimeError, match=r"in mode materialize .* states were written"):
+        stack.prove("materialize")
+    stack.clear()
+    for given in arguments_of(stack, "materialize"):  # into the sources
+        given["state"][given["slot_index"].long()] = 1.0
+    with pytest.raises(RuntimeError, match="in mode materialize 0 of"):
+        stack.prove("materialize")
 
 
 def launched(stack, mode, wrongly=()):
@@ -141,7 +172,7 @@ def test_numbers_of_gdn_are_those_of_models(stack_of, spec):
 
 INTERPRETED = tuple(
     dataclasses.replace(spec, activation_dtype="fp16", ring_dtype="fp16", state_dtype="fp32")
-    for spec in (SPECS[0], SPECS[1], SPECS[3], SPECS[4], SPECS[3].native, SPECS[4].native)
+    for spec in (*SPECS[:2], *SPECS[3:], SPECS[3].native, SPECS[4].native, *FOLDS[:2])
 )
 
 
@@ -154,7 +185,7 @@ def test_launches_do_what_their_mode_says(spec, tmp_path):
         current_stream=lambda: types.SimpleNamespace(cuda_stream=0),
     )
     role = default_plan(spec).variants[0].structure
-    structure = Structure("native") if spec.is_native else dataclasses.replace(role, role="both")
+    structure = dataclasses.replace(role, role=launch_structure(spec).role)
     variant = small_variant(spec, structure)
     source = rendered(tmp_path)
 
@@ -163,11 +194,11 @@ def test_launches_do_what_their_mode_says(spec, tmp_path):
 
     with mock.patch.multiple(torch.cuda, **vars(cuda)):
         stack = LayerStack(spec, Shape(ROWS, HEADS), torch.device("cpu"))
-        for mode in ("native",) if spec.is_native else ("mix", "nonflush", "flush"):
+        for mode in ("mix", "nonflush", "flush") if spec.op in ("step", "verify") else (score_mode(spec),):
             stack.clear()
             for call in stack.calls((variant,), mode, compiler):
                 call()
             stack.prove(mode)
             for tensors in arguments_of(stack, mode):
-                assert torch.isfinite(tensors["out"]).all()
+                assert torch.isfinite(tensors.get("out", tensors["state"])).all()
                 assert torch.isfinite(tensors["state"]).all()

@@ -181,6 +181,38 @@ def test_drafts_are_specs_of_their_own_and_bounded_by_the_baseline_s_states():
     assert "fewer --drafts" in str(refused.value.hint)
 
 
+def test_specs_of_equal_rings_share_what_materialises_their_states():
+    layer = models.find("nemotron-3-super-120b-a12b")
+    work, _ = resolve_work(
+        [layer, models.find("qwen3.5-4b")], H200, tensor_parallel=(1,), drafts=(0, 3), batches=(1, 64)
+    )
+    found = request.materializing(work, H200)
+    assert [item.spec for item in found] == list(dict.fromkeys(item.spec.materialize for item in work))
+    assert len(found) == len(work) / 2 == 4
+    for item in found:
+        of = [one for one in work if one.spec.materialize == item.spec]
+        assert [one.spec.op for one in of] == ["step", "verify"]
+        assert item.effective_batches == of[0].effective_batches
+        assert item.layers == of[0].layers
+        assert item.specs == (item.spec,)
+        assert of[0].specs == (of[0].spec, of[0].spec.native)
+    assert request.layer_bytes(found[0].spec, 128) - request.layer_bytes(work[0].spec, 128) == work[
+        0
+    ].spec.state_bytes(128)
+
+
+def test_batches_whose_second_states_do_not_fit_are_left_out():
+    layer = models.find("nemotron-3-super-120b-a12b")
+    step, _ = resolve_work([layer], H200, tensor_parallel=(1,), state_dtypes=("fp32",))
+    (whole,) = request.materializing(step, H200)
+    assert whole.effective_batches == step[0].effective_batches
+    tight = dataclasses.replace(H200, memory_bytes=8 * 2**30)
+    (cut,) = request.materializing(step, tight)
+    assert cut.effective_batches == step[0].effective_batches[: len(cut.effective_batches)]
+    assert len(cut.effective_batches) < len(step[0].effective_batches)
+    assert request.materializing(step, dataclasses.replace(H200, memory_bytes=2**10)) == ()
+
+
 def test_work_of_both_families():
     names = ("nemotron-3-nano-4b", "qwen3.5-4b", "qwen3-next-80b-a3b")
     work, notes = resolve_work([models.find(name) for name in names], H200)

@@ -291,4 +291,6 @@ def build_job(
     bound = request.Budget() if budget is None else request.Budget.parse(budget)
     target = request.resolve_target(gpu, static)
     work, notes = resolve_workload(target.gpu, **workload)
+    if target.measured:  # what is ranked statically are steps: nothing is known of what materialises states
+        work = (*work, *request.materializing(work, target.gpu))
     return request.Job(target, work, bound, store, output, notes, batch_invariant)
