@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,12 @@ def stream(layer: Spec, tokens: int, device: str, sequences: int = SEQUENCES) ->
         if number in taken:
             states[number] = step.stored[row]
     columns = zip(*drawn, strict=True)
-    token = Token(*(None if column[0] is None else torch.cat(column) for column in columns))
+    token = Token._make(None if column[0] is None else torch.cat(column) for column in columns)
     fixed = {"A": scene.A, "D": scene.D, "dt_bias": scene.dt_bias}
     return Stream(token, torch.stack(wanted), states, fixed, scene.recurrence)
 
 
-STEPS = {
+STEPS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "mamba2": (ops.mamba2_step, ops.mamba2_native_step, ops.mamba2_native_verify),
     "gdn": (ops.gdn_step, ops.gdn_native_step, ops.gdn_native_verify),
 }
@@ -153,7 +153,7 @@ class Layer:
         self._fixed = {name: value for name, value in given.fixed.items() if value is not None}
         if spec.family == "gdn":
             self._fixed["A_log"] = self._fixed.pop("A")
-        self._starts: dict[str, Tensor] = {}
+        self._starts: dict[str, Any] = {}
         self.folds = torch.zeros_like(index[:rows])
         """(rows,) int32: how often each row has flushed."""
 
@@ -197,7 +197,8 @@ class Layer:
             return cache.state[self._slot_index.long().gather(1, places)[:, 0].long()]
         if spec.is_native:
             return cache.state
-        given = {"source": self._slot_index, "destination": self._copies, "window": spec.window}
+        given: dict[str, Any] = {"source": self._slot_index, "destination": self._copies}
+        given["window"] = spec.window
         if spec.family == "gdn":
             ops.gdn_materialize(**given, **cache.tensors())
         else:
