@@ -215,7 +215,6 @@ REGIONS: Final = (
     Region(
         "The native step: reads and writes only.",
         ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
-        ops=("native_step", "native_verify"),
     ),
     Region(
         "Reads a state, folds ring tokens, writes another.",

@@ -11,6 +11,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from subprocess import CalledProcessError
 from typing import Any, Final
@@ -137,13 +138,7 @@ class _PlanLauncher(Launcher):
 
     def __init__(self, signature: Signature, device_index: int) -> None:
         spec, names = signature.spec, signature.contract.kernel_names
-        self._starts: tuple[int, Tensor] | None = None
-        dtypes = dict(signature.dtypes)
-        if spec.verifies and "query_start" not in dtypes:
-            starts = fixed_starts(spec.num_tokens, device_index)[: signature.rows + 1]
-            self._starts = names.index("query_start"), starts
-            dtypes["query_start"] = "i32"
-        super().__init__(names, _arguments(spec), signature.strides, dtypes, device_index)
+        super().__init__(names, _arguments(spec), signature.strides, signature.dtypes, device_index)
         self._rows, self._heads = signature.rows, signature.heads
         scalars = {"ring_capacity": signature.capacity, "tokens": signature.tokens}
         *scalar_names, _ = scalar_arguments(spec, launch_structure(spec))
@@ -155,11 +150,20 @@ class _PlanLauncher(Launcher):
         compiled = _compiled(self._spec, self._plan, dtypes, aligned, self._device_index)
         return compiled.bind(self._rows, self._heads, self._strides, self._scalars)
 
+
+class _FixedRowsLauncher(_PlanLauncher):
+    """Of rows that all have ``num_tokens`` tokens: kernels take ``query_start``, the call leaves it out."""
+
+    def __init__(self, signature: Signature, device_index: int) -> None:
+        dtypes = {**signature.dtypes, "query_start": "i32"}
+        super().__init__(replace(signature, dtypes=dtypes), device_index)
+        self._position = signature.contract.position("query_start")
+        self._starts = fixed_starts(signature.spec.num_tokens, device_index)[: signature.rows + 1]
+
     def launch(self, tensors: tuple[Any, ...], null_slot: int) -> None:
-        if self._starts is not None:
-            position, starts = self._starts
-            tensors = (*tensors[:position], starts, *tensors[position + 1 :])
-        super().launch(tensors, null_slot)
+        """As in :class:`Launcher`."""
+        before, behind = tensors[: self._position], tensors[self._position + 1 :]
+        super().launch((*before, self._starts, *behind), null_slot)
 
 
 @functools.cache
@@ -197,7 +201,8 @@ def prepare(signature: Signature, device_index: int) -> Launcher:
     Raises:
         DispatchError: Strict mode, and no table has a row.
     """
-    launcher = _PlanLauncher(signature, device_index)
+    fixed_rows = signature.spec.verifies and "query_start" not in signature.dtypes
+    launcher = (_FixedRowsLauncher if fixed_rows else _PlanLauncher)(signature, device_index)
     object.__setattr__(signature, "launcher", launcher)
     return launcher
 

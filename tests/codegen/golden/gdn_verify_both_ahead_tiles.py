@@ -437,10 +437,11 @@ def coefficients(
         mask=b_mask,
     )
     log_rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     token_mask_heads = head_mask[:, None] & own[None, :]
     gate_ptrs = dt_ptr + token64[None, :] * dt_stride_token + heads[:, None]
     gate = tl.load(gate_ptrs, mask=token_mask_heads, other=0.0).to(tl.float32)
-    gate += tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)[:, None]
+    gate += dt_bias[:, None]
     gate = tl.where(own[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
     beta_ptrs = beta_ptr + token64[None, :] * beta_stride_token + heads[:, None]
     beta = tl.load(beta_ptrs, mask=token_mask_heads, other=0.0).to(tl.float32)

@@ -161,6 +161,7 @@ def step(
             head_mask = tl.full([1], True, tl.int1)
             rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
             dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+            skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
             delta = tl.load(
                 dt_ptr + token64[None, :] * dt_stride_token + heads[:, None],
                 mask=head_mask[:, None] & own[None, :],
@@ -199,7 +200,6 @@ def step(
             # Weight of new token m's x in y_i: delta_m exp(A * sum of the deltas after m, up to i) (B_m C_i), i >= m.
             between = delta_rows[:, :, None] * tl.exp(rate[:, None, None] * since) * pair_score[None, :, :]
             between = tl.where((i[None, :] >= m[:, None])[None, :, :], between, 0.0)
-            skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
             between += tl.where((i[None, :] == m[:, None])[None, :, :], skip[:, None, None], 0.0)
             head_weight = tl.sum(weight, 0)
             head_decay = tl.sum(decay, 0)
@@ -240,9 +240,9 @@ def step(
                 read = tl.dot(folded, fold_c, acc=read, input_precision="tf32")
             read *= head_column[None, :]
             y = read
-            between_high = head_between.to(tl.bfloat16)
-            between_low = (head_between - between_high.to(tl.float32)).to(tl.bfloat16)
-            y = tl.dot(tl.trans(x_rows), between_high, acc=tl.dot(tl.trans(x_rows), between_low, acc=y))
+            high = head_between.to(tl.bfloat16)
+            low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
+            y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
             tl.store(
                 ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + p[None, :],
                 x_rows.to(ring_x_ptr.dtype.element_ty),
@@ -281,6 +281,7 @@ def step(
             head_mask = tl.full([1], True, tl.int1)
             rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
             dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+            skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
             delta = tl.load(
                 dt_ptr + token64[None, :] * dt_stride_token + heads[:, None],
                 mask=head_mask[:, None] & own[None, :],
@@ -319,7 +320,6 @@ def step(
             # Weight of new token m's x in y_i: delta_m exp(A * sum of the deltas after m, up to i) (B_m C_i), i >= m.
             between = delta_rows[:, :, None] * tl.exp(rate[:, None, None] * since) * pair_score[None, :, :]
             between = tl.where((i[None, :] >= m[:, None])[None, :, :], between, 0.0)
-            skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
             between += tl.where((i[None, :] == m[:, None])[None, :, :], skip[:, None, None], 0.0)
             head_weight = tl.sum(weight, 0)
             head_decay = tl.sum(decay, 0)
@@ -335,9 +335,9 @@ def step(
             read = tl.dot(tl.trans(ring_x), high, acc=tl.dot(tl.trans(ring_x), low, acc=read))
             read *= head_column[None, :]
             y = read
-            between_high = head_between.to(tl.bfloat16)
-            between_low = (head_between - between_high.to(tl.float32)).to(tl.bfloat16)
-            y = tl.dot(tl.trans(x_rows), between_high, acc=tl.dot(tl.trans(x_rows), between_low, acc=y))
+            high = head_between.to(tl.bfloat16)
+            low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
+            y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
             tl.store(
                 ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + p[None, :],
                 x_rows.to(ring_x_ptr.dtype.element_ty),

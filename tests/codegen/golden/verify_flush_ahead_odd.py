@@ -180,7 +180,8 @@ def step(
             read = tl.dot(folded, fold_c, acc=read, input_precision="tf32")
         read *= head_column[None, :]
         y = read
-        y = tl.dot(tl.trans(x_rows.to(tl.float32)), head_between, acc=y, input_precision="tf32x3")
+        x_rows_wide = tl.trans(x_rows.to(tl.float32))
+        y = tl.dot(x_rows_wide, head_between, acc=y, input_precision="tf32x3")
         y *= z / (1.0 + tl.exp(-z))
         out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
@@ -287,6 +288,7 @@ def coefficients(
     )
     rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     delta = tl.load(
         dt_ptr + token64[None, :] * dt_stride_token + heads[:, None],
         mask=head_mask[:, None] & own[None, :],
@@ -325,7 +327,6 @@ def coefficients(
     # Weight of new token m's x in y_i: delta_m exp(A * sum of the deltas after m, up to i) (B_m C_i), i >= m.
     between = delta_rows[:, :, None] * tl.exp(rate[:, None, None] * since) * pair_score[None, :, :]
     between = tl.where((i[None, :] >= m[:, None])[None, :, :], between, 0.0)
-    skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     between += tl.where((i[None, :] == m[:, None])[None, :, :], skip[:, None, None], 0.0)
     new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
     tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & own[None, :])
