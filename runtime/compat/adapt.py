@@ -83,6 +83,16 @@ def packed(value: Tensor) -> Tensor:
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
+def unless_null(indices: Tensor, null_slot: int) -> Tensor:
+    """Slots as the rows name them, -1 for padding: ``null_slot`` and negative ones."""
+    return torch.where((indices == null_slot) | (indices < 0), -1, indices)
+
+
+def beyond_null(indices: Tensor, null_slot: int) -> Tensor:
+    """Slots as the rows name them, -1 for padding: all up to ``null_slot``, and negative ones."""
+    return torch.where((indices > null_slot) & (indices >= 0), indices, -1)
+
+
 def values_of_slots(values: Tensor, slot: Tensor, slots: int) -> Tensor:
     """(slots,) int32: each row's value at its slot, 0 elsewhere; what the ops take as a cursor.
 

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ArgumentError
-from .adapt import at_rows, expect_shape, keep_where, looks_at_values, packed, refuse, rows_of_tokens, tied
+from .adapt import (
+    at_rows,
+    expect_shape,
+    keep_where,
+    looks_at_values,
+    packed,
+    refuse,
+    rows_of_tokens,
+    tied,
+    unless_null,
+)
 
 __all__ = ["checkpointing_ssu", "replayssm_materialize"]
 
@@ -126,8 +136,8 @@ def checkpointing_ssu(
         rows, num_tokens = len(cu_seqlens) - 1, max_seqlen
         expect_shape(op, "x", x, (1, *x.shape[1:]))
     indices = torch.arange(rows, device=x.device) if state_batch_indices is None else state_batch_indices
-    padding = (indices == pad_slot_id) | (indices < 0)
-    slot = torch.where(padding, -1, indices)
+    slot = unless_null(indices, pad_slot_id)
+    live = slot >= 0
 
     fixed: dict[str, Any] = {
         "A": tied(op, "A", A, trailing=2).float(),
@@ -147,11 +157,11 @@ def checkpointing_ssu(
         y = ops.mamba2_step(
             **tokens, **fixed, ring_len=length, slot_index=slot, window=window, num_tokens=num_tokens
         )
-        written = ~padding[:, None].expand(-1, num_tokens)
+        written = live[:, None].expand(-1, num_tokens)
     else:
         owner = rows_of_tokens(cu_seqlens, x.shape[1])
         y = _varying_rows(tokens, fixed, length, slot, packed(cu_seqlens), owner, num_tokens, window)
-        written = torch.cat([~padding, padding.new_zeros(1)])[owner][None]
+        written = torch.cat([live, live.new_zeros(1)])[owner][None]
     return keep_where(out, y.view(x.shape), written)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .adapt import at_rows, looks_at_values, put_rows
+from .adapt import at_rows, beyond_null, looks_at_values, put_rows, unless_null
 
 NULL_BLOCK_ID: Final = 0
 """The block that padded rows name."""
@@ -51,7 +51,7 @@ def commit_replayssm_spec(
     Raises:
         ArgumentError: On a CPU, a slot is beyond the last one.
     """
-    slot = torch.where(state_batch_indices == null_block_id, -1, state_batch_indices)
+    slot = unless_null(state_batch_indices, null_block_id)
     _commit(
         write_pos, post_conv_state_pos, is_flush, num_accepted_tokens, slot, max_cache_len, max_spec_len,
         cache_buf_len, keep_without_tokens=True,
@@ -83,7 +83,7 @@ def reset_replayssm_spec_cursors(
     Raises:
         ArgumentError: On a CPU, a slot is beyond the last one.
     """
-    slot = torch.where(state_batch_indices == null_block_id, -1, state_batch_indices)
+    slot = unless_null(state_batch_indices, null_block_id)
     _reset(write_pos, post_conv_state_pos, is_flush, first_decode_mask, slot, max_cache_len, max_spec_len)
 
 
@@ -103,7 +103,7 @@ def commit_gdn_replayssm_spec(
     Skipped are slots up to ``null_block_id``, and a row that flushed without keeping a token is left with
     an empty ring.
     """
-    slot = torch.where(state_batch_indices > null_block_id, state_batch_indices, -1)
+    slot = beyond_null(state_batch_indices, null_block_id)
     _commit(
         write_pos, cache_base, is_flush, num_accepted, slot, max_cache_len, max_spec_len, cache_buf_len,
         keep_without_tokens=False,
@@ -124,7 +124,7 @@ def reset_gdn_replayssm_spec_cursors(
 
     Skipped are slots up to ``null_block_id``.
     """
-    slot = torch.where(state_batch_indices > null_block_id, state_batch_indices, -1)
+    slot = beyond_null(state_batch_indices, null_block_id)
     _reset(write_pos, cache_base, is_flush, do_reset, slot, max_cache_len, max_spec_len)
 
 

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ArgumentError
-from .adapt import at_rows, expect_shape, keep_where, packed, refuse, rows_of_tokens, step_that_folds_itself
+from .adapt import (
+    at_rows,
+    beyond_null,
+    expect_shape,
+    keep_where,
+    packed,
+    refuse,
+    rows_of_tokens,
+    step_that_folds_itself,
+)
 from .vllm_cursors import expect_flags
 
 
@@ -89,7 +98,7 @@ def fused_recurrent_gated_delta_rule_replayssm(
         raise ArgumentError(f"{op}: d_cache has room for no token; allocate at least one")
     position = write_pos[:rows]
     y = step_that_folds_itself(
-        torch.where(ssm_state_indices > 0, ssm_state_indices, -1),
+        beyond_null(ssm_state_indices, 0),
         position,
         position >= length - 1,
         length,
@@ -169,8 +178,7 @@ def gdn_replayssm_spec_decode(
         raise ArgumentError(f"{op}: launch_mode is {launch_mode!r}, a half of a step; pass 'both'")
     tokens, rows = len(mixed_qkv), len(query_start_loc) - 1
     expect_shape(op, "out", out, (tokens, *checkpoint_state.shape[1:3]))
-    indices = ssm_state_indices[:rows]
-    slot = torch.where((indices > null_block_id) & (indices >= 0), indices, -1)
+    slot = beyond_null(ssm_state_indices[:rows], null_block_id)
     query_start = packed(query_start_loc.to(torch.int32))
     expect_flags(op, slot, write_pos, is_flush, query_start, max_cache_len, max_spec_len)
     inputs = gdn_inputs(op, mixed_qkv, a, b, A_log, dt_bias, checkpoint_state, use_qk_l2norm_in_kernel)

@@ -26,6 +26,7 @@ from .adapt import (
     rows_of_tokens,
     step_that_folds_itself,
     tied,
+    unless_null,
 )
 from .vllm_cursors import NULL_BLOCK_ID, expect_flags
 
@@ -220,13 +221,10 @@ def _standard(
         expect_shape(op, "out", out, tuple(x.shape))
 
     if state_batch_indices is None:
-        indices = torch.arange(rows, device=x.device)
-        padding = torch.zeros_like(indices, dtype=torch.bool)
+        slot = torch.arange(rows, device=x.device)
     else:
-        indices = (state_batch_indices if state_batch_indices.dim() == 1 else state_batch_indices[:, 0])[
-            :rows
-        ]
-        padding = (indices == null_block_id) | (indices < 0)
+        named = state_batch_indices if state_batch_indices.dim() == 1 else state_batch_indices[:, 0]
+        slot = unless_null(named[:rows], null_block_id)
     skip = Skip(op, D, z, x)
     inputs: dict[str, Any] = {
         "x": packed(x),
@@ -245,7 +243,7 @@ def _standard(
         "ring_decay": dt_cache,
     }
     y = step_that_folds_itself(
-        torch.where(padding, -1, indices),
+        slot,
         position,
         flush,
         max_cache_len,
@@ -254,7 +252,7 @@ def _standard(
         functools.partial(ops.mamba2_native_step, **inputs),
         functools.partial(ops.mamba2_materialize, inputs["A"], state=state, **rings),
     )
-    done = keep_where(out, skip.applied(y), ~padding)
+    done = keep_where(out, skip.applied(y), slot >= 0)
     return done.squeeze(1) if one_head else done
 
 
@@ -332,9 +330,7 @@ def selective_state_update_replayssm_spec(
     expect_shape(op, "A", A, (heads, head_dim, dstate))
     if out is not None:
         expect_shape(op, "out", out, (tokens, heads, head_dim))
-    slot = torch.where(
-        (state_batch_indices == null_block_id) | (state_batch_indices < 0), -1, state_batch_indices
-    )
+    slot = unless_null(state_batch_indices, null_block_id)
     query_start = packed(query_start_loc.to(torch.int32))
     expect_shape(op, "query_start_loc", query_start, (rows + 1,))
     expect_flags(op, slot, write_pos, is_flush, query_start, max_cache_len, max_spec_len)
