@@ -62,6 +62,7 @@ _APPENDS = (
     "ring_x_head_ptr",
     "ring_x_heads_ptr",
     "ring_x_ptrs",
+    "copied_ring_ptrs",
     "ring_b_group_ptr",
     "new_decay_ptr",
     "new_decay_ptrs",

@@ -84,7 +84,7 @@ ERROR_TOKENS = (1, 16, 64, 256, 1024, 2048)
 def derive(runs: Iterable[tuple[str, dict[str, Any]]]) -> list[Record]:
     """Records of all ``(file name, content)`` runs, one per claim and cell, sorted."""
     newest: dict[str, Record] = {}
-    for name, run in sorted(runs, key=lambda item: (item[1]["date"], item[0])):
+    for name, run in sorted(runs, key=lambda item: (item[1]["date"], item[0].removesuffix(".json"))):
         for record in _records(run):
             newest[_identity(record)] = {**record, "run": name}
     return sorted(newest.values(), key=_order)
@@ -103,7 +103,7 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
     if totals.pop("resumed", False):
         totals.pop("tune_minutes", None)
     for claim, value in totals.items():
-        timed = claim == "tune_minutes" and str(scope).startswith(ASKED_TUNE_SCOPE)
+        timed = claim == "tune_minutes" and scope == ASKED_TUNE_SCOPE
         asked = ASKED_TUNE_MINUTES if timed else None
         unit = "min" if claim.endswith("_minutes") else "s" if claim.endswith("_s") else "1"
         yield _record(claim, {"gpu": gpu, "scope": scope}, value, asked, unit, False)

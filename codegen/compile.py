@@ -200,9 +200,8 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
     target = triton_target(gpu)
     gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
     module = load_module(rendered(modules)(spec, variant.structure))
-    names = ("coefficients", "step") if variant.structure.coefficients == "precomputed" else ("step",)
     kernels = []
-    for name in names:
+    for name in variant.structure.kernels:
         try:
             kernel = compile_kernel(getattr(module, name), spec, variant, gpu_target, tiled=name == "step")
         except CompileError as error:

@@ -107,6 +107,11 @@ def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
     return values
 
 
+def _whole_rows(spec: Spec) -> tuple[int, ...]:
+    """All rows of a head at a time."""
+    return (max(16, _whole_head(spec)),)
+
+
 def _dot_rows(spec: Spec) -> tuple[int, ...]:
     """Blocks for a dot, within the head."""
     return tuple(p for p in (16, 32, 64) if p <= max(16, _whole_head(spec)))
@@ -124,7 +129,8 @@ _TILES_DOT: Final = MappingProxyType({"readout": "dot", "loop": "tiles"})
 _VERIFY: Final = MappingProxyType({"readout": "dot", "scores": "dot"})
 _VERIFY_AHEAD: Final = MappingProxyType({**_VERIFY, "coefficients": "precomputed"})
 _VERIFY_TILES: Final = MappingProxyType({**_VERIFY_AHEAD, "loop": "tiles"})
-_VERIFY_INVERSE: Final = MappingProxyType({**_VERIFY_TILES, "solve": "inverse"})
+_VERIFY_PROLOGUE: Final = MappingProxyType({**_VERIFY, "coefficients": "prologue"})
+_VERIFY_PROLOGUE_TILES: Final = MappingProxyType({**_VERIFY_PROLOGUE, "loop": "tiles"})
 _SCORES: Final = MappingProxyType({"scores": "dot"})
 
 REGIONS: Final = (
@@ -215,6 +221,12 @@ REGIONS: Final = (
     Region(
         "The native step: reads and writes only.",
         ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1), (4, 1)),
+        ops=("native_step",),
+    ),
+    Region(
+        "Natively a state after every token: one warp was the fastest wherever it was measured.",
+        ("native",), _LATE, _small_rows, _columns(32, 64, 128), warps_stages=((1, 1), (2, 1)),
+        ops=("native_verify",),
     ),
     Region(
         "Reads a state, folds ring tokens, writes another.",
@@ -227,29 +239,44 @@ REGIONS: Final = (
         warps_stages=((1, 1), (2, 1), (4, 1)), ops=_DRAFTS,
     ),
     Region(
-        "Drafts: coefficients ahead, the state through shared memory into the dots, heads in flight.",
+        "Drafts: coefficients by a kernel before, the state through shared memory, heads in flight.",
         ("both",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
-        warps_stages=((2, 2), (2, 3), (4, 2)), ops=_DRAFTS,
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, the state leaves the cache to what the two kernels pass on.",
+        ("both",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32), _heads_up_to(4),
+        warps_stages=((2, 2),), evict_first=(True,), ops=_DRAFTS,
     ),
     Region(
         "Drafts, groups of few heads: the loop goes over row tiles too.",
         ("both",), _VERIFY_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2),
-        warps_stages=((2, 2), (2, 3), (4, 2)), ops=_DRAFTS,
+        warps_stages=((2, 2), (4, 2)), evict_first=(False, True), ops=_DRAFTS,
     ),
     Region(
-        "Drafts whose triangular system is solved ahead.",
-        ("both",), _VERIFY_INVERSE, _large_rows, _whole, _columns(32), _heads_up_to(2),
+        "Drafts: coefficients of a program's heads ahead of its loop.",
+        ("both",), _VERIFY_PROLOGUE, _whole_rows, _whole, _columns(32), _heads_up_to(4, 8, 16),
+        warps_stages=((2, 2), (2, 3), (4, 2), (4, 3)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("both",), _VERIFY_PROLOGUE_TILES, _large_rows, _whole, _columns(32), _heads_up_to(2),
         warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
     ),
     Region(
         "Drafts, a launch of their own for rows that keep their state.",
-        ("nonflush",), _VERIFY_AHEAD, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4, 8),
+        ("nonflush",), _VERIFY_AHEAD, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4),
         warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
     ),
     Region(
         "As above, groups of few heads.",
         ("nonflush",), _VERIFY_TILES, _large_rows, _whole, heads_per_program=_heads_up_to(1, 2),
         warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, coefficients ahead of the loop.",
+        ("nonflush",), _VERIFY_PROLOGUE, _whole_rows, _whole, heads_per_program=_heads_up_to(4, 8, 16),
+        warps_stages=((2, 2), (2, 3), (4, 2), (4, 3)), ops=_DRAFTS,
     ),
     Region(
         "Drafts, a launch of their own for rows that fold.",

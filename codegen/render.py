@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from ..runtime.abi import (
-    COEFFICIENT_HEADS,
     CONSTEXPRS,
+    coefficient_heads,
     next_power_of_two,
     parameters,
     ring_block,
@@ -98,7 +98,7 @@ def render(spec: Spec, structure: Structure) -> str:
             token_block=token_block(spec, structure),
             scratch=layout,
             offsets=layout.offsets,
-            coefficient_heads=COEFFICIENT_HEADS,
+            coefficient_heads=coefficient_heads(spec),
         )
     )
     return _tidy(source)

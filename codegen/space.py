@@ -44,7 +44,11 @@ class Axis:
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 AXES: Final = (
-    Axis("coefficients", STRUCTURE_VALUES["coefficients"], "ring weights inline or by a kernel before"),
+    Axis(
+        "coefficients",
+        STRUCTURE_VALUES["coefficients"],
+        "ring weights: head by head, by a kernel before, or ahead of the program's loop",
+    ),
     Axis(
         "route", STRUCTURE_VALUES["route"], "rows that keep their state: read old state, or rebuild the new"
     ),
@@ -108,7 +112,17 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
 
 def _precomputed(spec: Spec, variant: Variant) -> bool:
     # In GDN what the ring gets (u) hangs on the read-out: little is left to compute ahead.
-    return variant.structure.coefficients == "inline" or spec.family == "mamba2" or spec.verifies
+    return variant.structure.coefficients != "precomputed" or spec.family == "mamba2" or spec.verifies
+
+
+def _prologue(spec: Spec, variant: Variant) -> bool:
+    """What a program leaves in memory only it may read: its heads are its own, whole."""
+    structure, tile = variant.structure, variant.tile
+    return structure.coefficients != "prologue" or (
+        spec.verifies
+        and (structure.loop == "tiles" or tile.block_p >= spec.head_dim)
+        and tile.heads_per_program == next_power_of_two(tile.heads_per_program)
+    )
 
 
 def _early(spec: Spec, variant: Variant) -> bool:
@@ -203,6 +217,7 @@ def _registers(spec: Spec, variant: Variant) -> bool:
 CONSTRAINTS: Final = (
     Constraint("axis of another role", _own_axes),
     Constraint("coefficients by a kernel of their own: Mamba-2", _precomputed),
+    Constraint("coefficients ahead of the loop: drafts, whole heads, a power of two of them", _prologue),
     Constraint("early load: one head, inline, the whole state", _early),
     Constraint("read-out by dot: dtypes and whole rows", _dot_readout),
     Constraint("scores by dot: 16-bit ring", _dot_scores),
@@ -304,8 +319,8 @@ def legal_structures(spec: Spec) -> tuple[Structure, ...]:
         for chosen in itertools.product(*choices.values()):
             structure = Structure(role, **dict(zip(choices, chosen, strict=True)))
             fold = whole if folds(structure) else 0
-            tile = Tile(min(16, rows), whole, fold, num_warps=4)
-            if not broken_constraint(spec, Variant(structure, tile)):
+            tiles = (Tile(block_p, whole, fold, num_warps=4) for block_p in {min(16, rows), rows})
+            if not all(broken_constraint(spec, Variant(structure, tile)) for tile in tiles):
                 found.append(structure)
     return tuple(found)
 

@@ -99,7 +99,7 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
     if spec.has_dt_bias:
         arguments.append(TensorArgument("dt_bias", "fp32"))
     arguments.append(TensorArgument("out", activation, (outer, "head"), True))
-    if structure.coefficients == "precomputed":
+    if structure.takes_scratch:
         arguments.append(TensorArgument("scratch", "fp32", ("row",), spec.verifies))
     return tuple(arguments)
 
@@ -218,13 +218,16 @@ def scratch(spec: Spec, structure: Structure) -> Scratch:
     )
 
 
-COEFFICIENT_WARPS = 4
-"""Warps of a kernel that works out coefficients of tokens to verify."""
-COEFFICIENT_HEADS = 16
-"""Heads of a group whose coefficients one program works out, of tokens to verify."""
+def coefficient_heads(spec: Spec) -> int:
+    """Heads of a group whose coefficients one program of one warp works out, of tokens to verify.
+
+    A power of two: as many as its registers hold. Not fewer than four: vectors over fewer heads and the
+    tokens lie so badly on its threads that most of its time goes into moving them (measured).
+    """
+    return max(4, min(next_power_of_two(spec.heads_per_group), 64 // next_power_of_two(spec.num_tokens)))
 
 
 def coefficient_programs(spec: Spec, heads: int) -> int:
     """Programs of a row that work out coefficients: a group each, or some heads of one."""
-    parts = -(-spec.heads_per_group // COEFFICIENT_HEADS) if spec.verifies else 1
+    parts = -(-spec.heads_per_group // coefficient_heads(spec)) if spec.verifies else 1
     return heads // spec.heads_per_group * parts

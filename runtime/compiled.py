@@ -81,14 +81,12 @@ class CompiledPlan:
         self._launches: list[tuple[Callable[..., None], Variant, bool, tuple[object, ...]]] = []
         for variant in variants:
             path = module_source(spec, variant.structure)
-            precomputed = variant.structure.coefficients == "precomputed"
-            kernel_dtypes = (*dtypes, "fp32") if precomputed else dtypes
-            if precomputed:
-                launcher = _launcher(path, "coefficients", spec, variant, kernel_dtypes, aligned)
-                self._launches.append((launcher, variant, False, ()))
-            launcher = _launcher(path, "step", spec, variant, kernel_dtypes, aligned)
-            self._launches.append((launcher, variant, True, constants(variant.tile)))
-        self._needs_scratch = any(v.structure.coefficients == "precomputed" for v in variants)
+            kernel_dtypes = (*dtypes, "fp32") if variant.structure.takes_scratch else dtypes
+            for name in variant.structure.kernels:
+                tiled = name == "step"
+                launcher = _launcher(path, name, spec, variant, kernel_dtypes, aligned)
+                self._launches.append((launcher, variant, tiled, constants(variant.tile) if tiled else ()))
+        self._needs_scratch = any(variant.structure.takes_scratch for variant in variants)
 
     def bind(self, rows: int, heads: int, strides: tuple[int, ...], scalars: tuple[int, ...] = ()) -> Launch:
         """The launch of one shape: all but tensors, null slot and stream is worked out here.
@@ -110,14 +108,14 @@ class CompiledPlan:
         )
         bound = []
         for launcher, variant, tiled, values in self._launches:
-            precomputed = variant.structure.coefficients == "precomputed"
+            takes_scratch = variant.structure.takes_scratch
             blocks = coefficient_programs(spec, heads)
             if tiled:
                 blocks = variant.programs_per_row(spec.head_dim, heads)
-            fixed = (*strides, size, *scalars) if precomputed else (*strides, *scalars)
-            bound.append((launcher, blocks, precomputed, fixed, values))
+            fixed = (*strides, size, *scalars) if takes_scratch else (*strides, *scalars)
+            bound.append((launcher, blocks, takes_scratch, fixed, values))
 
-        if len(bound) == 1:
+        if len(bound) == 1 and not self._needs_scratch:
             launcher, blocks, _, fixed, values = bound[0]
 
             def launch_one(tensors: Sequence[Tensor], null_slot: int, stream: int) -> None:
@@ -129,8 +127,8 @@ class CompiledPlan:
             between: tuple[Tensor, ...] = ()
             if self._needs_scratch:
                 between = (torch.empty((rows, size), dtype=torch.float32, device=tensors[0].device),)
-            for launcher, blocks, precomputed, fixed, values in bound:
-                extra = between if precomputed else ()
+            for launcher, blocks, takes_scratch, fixed, values in bound:
+                extra = between if takes_scratch else ()
                 launcher(blocks, rows, stream, *tensors, *extra, *fixed, null_slot, *values)
 
         return launch_all

@@ -29,7 +29,7 @@ PLAN_ROLES: Final = {
 
 STRUCTURE_VALUES: Final = {
     "role": ROLES,
-    "coefficients": ("inline", "precomputed"),
+    "coefficients": ("inline", "precomputed", "prologue"),
     "route": ("output_only", "rebuild"),
     "readout": ("elementwise", "dot"),
     "scores": ("elementwise", "dot"),
@@ -50,7 +50,8 @@ class Structure:
 
     role: str
     coefficients: str = "inline"
-    """``inline``, or ``precomputed`` by a small kernel launched before."""
+    """``inline``, head by head; ``precomputed`` by a small kernel launched before; ``prologue``, for drafts,
+    by the program itself, of all its heads at once ahead of its loop."""
     route: str = "output_only"
     """Non-flush rows: ``output_only`` reads old state and ring; ``rebuild`` forms the new state."""
     readout: str = "elementwise"
@@ -70,6 +71,16 @@ class Structure:
             value = getattr(self, name)
             if value not in values:
                 raise SpecError(f"{name} '{value}' is not one of {', '.join(values)}")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the module's kernels, in launch order."""
+        return ("coefficients", "step") if self.coefficients == "precomputed" else ("step",)
+
+    @property
+    def takes_scratch(self) -> bool:
+        """Whether coefficients lie in memory that the launch brings."""
+        return self.coefficients != "inline"
 
     @property
     def key(self) -> str:
@@ -127,19 +138,15 @@ class Variant:
 
     @functools.cached_property
     def numerics(self) -> str:
-        """What its outputs' and states' bits hang on, e.g. ``both:inline.output_only.dot.dot.late.p32...``.
+        """What its outputs' and states' bits hang on: its key, without what changes no arithmetic.
 
-        Blocks and warps decide how the values of a sum lie on threads, hence its order, also where they do
-        not cut it. A pipelined loop (its depth does not count) loads the state in the layout of the product
-        that takes it, so that multiplications and additions contract which are apart without one. What a
-        program loops over, how often, register caps and cache policies change no arithmetic.
+        Blocks and warps decide how the values of a sum lie on threads, hence its order. Which multiplications
+        and additions the compiler contracts hangs on the whole loop around them, its length and its depth
+        included (measured: kernels that differ in heads a program alone gave other bits). Register caps and
+        cache policies come after that choice.
         """
-        s, t = self.structure, self.tile
-        parts = [s.coefficients, s.route, s.readout, s.scores, s.load]
-        parts += [s.solve] if s.solve != "columns" else []
-        parts += [f"p{t.block_p}", f"n{t.block_n}", f"f{t.fold_block_n}", f"w{t.num_warps}"]
-        parts += ["pipelined"] if t.num_stages > 1 else []
-        return f"{s.role}:{'.'.join(parts)}"
+        tile = dataclasses.replace(self.tile, max_registers=0, evict_first=False)
+        return f"{self.structure.key}/{tile.key}"
 
     def row_blocks(self, head_dim: int) -> int:
         """Blocks of rows that a head is divided into."""

@@ -24,7 +24,7 @@ from typing import Final
 
 from ..codegen.cache import rendered
 from ..codegen.space import broken_constraint, folds
-from ..runtime.abi import state_block
+from ..runtime.abi import next_power_of_two, state_block
 from ..runtime.errors import ToolchainError
 from ..runtime.plan import Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
@@ -75,6 +75,8 @@ def small_variant(spec: Spec, structure: Structure) -> Variant:
     half = max(1, whole // 2)
     # A dot takes no fewer rows than 16; a loop over tiles wants more than one of them.
     rows = 8 if structure.loop == "tiles" and structure.readout == "elementwise" else 16
+    if structure.coefficients == "prologue" and structure.loop == "heads":
+        rows = max(rows, next_power_of_two(spec.head_dim))
     for heads in (min(2, spec.heads_per_group), 1):
         for block_n in (half, whole):
             for fold in (half, whole) if folds(structure) else (0,):

@@ -203,8 +203,11 @@ def _record(
     folder: Path,
 ) -> Path:
     models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
-    scope = ", ".join(models)
-    name = f"{what}-{'-'.join(models)}"
+    tokens = sorted({work.spec.num_tokens for work in job.work if work.spec.op in ("step", "verify")})
+    scope, name = ", ".join(models), f"{what}-{'-'.join(models)}"
+    if tokens != [1]:
+        scope += f", T {', '.join(map(str, tokens))}"
+        name += "".join(f"-t{number}" for number in tokens)
     of_run = {**totals, "scope": scope}
     data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
     return runfile.write_run(folder, data)

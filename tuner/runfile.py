@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -96,13 +97,14 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
 
 
 def write_run(folder: Path, data: dict[str, Any]) -> Path:
-    """Write ``<date>-<gpu>-<what>.json``; the path.
+    """Write ``<date>-<gpu>-<what>.json``, or ``...-2.json`` beside one of that name; the path.
 
     Raises:
         StoreError: The folder cannot be written.
     """
-    name = f"{data['date']}-{gpu_slug(data['gpu'])}-{data['what']}.json"
-    path = folder / name
+    name = f"{data['date']}-{gpu_slug(data['gpu'])}-{data['what']}"
+    names = itertools.chain((name,), (f"{name}-{n}" for n in itertools.count(2)))
+    path = next(p for p in (folder / f"{name}.json" for name in names) if not p.exists())
     write(path, json.dumps(_rounded(data), indent=1) + "\n")
     return path
 

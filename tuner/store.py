@@ -41,14 +41,14 @@ from ..runtime.spec import Spec
 from .errors import StoreError
 from .records import Cell, Environment, Measurement, axes, parse_subject
 
-_PREFIX: Final = "replayssm1"
+_PREFIX: Final = "replayssm2"
 _ENVIRONMENTS: Final = f"{_PREFIX}|environments"
 _SYNC_INTERVAL_S: Final = 1.0
 
 _OTHER: Final = "other"
 _POWERS: Final = (0, *(2**i for i in range(11)))
 _CHOICES: Final[dict[str, tuple[str | int | bool, ...]]] = {
-    "coefficients": ("inline", "precomputed"),
+    "coefficients": ("inline", "precomputed", "prologue"),
     "route": ("output_only", "rebuild"),
     "readout": ("elementwise", "dot"),
     "scores": ("elementwise", "dot"),

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import stages
 from replayssm_tune.codegen.render import render
-from replayssm_tune.runtime.plan import Structure
+from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Structure
 from replayssm_tune.runtime.spec import Spec
 
 SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
@@ -27,7 +27,7 @@ KERNELS = (
     *(
         (spec, Structure("both", coefficients, readout="dot", scores="dot"))
         for spec in (VERIFY, GDN_VERIFY)
-        for coefficients in ("inline", "precomputed")
+        for coefficients in STRUCTURE_VALUES["coefficients"]
     ),
 )
 by_kernel = pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_is_left_out_is_masked_and_nothing_else(spec, structure):
     stores = calls(stages.without(source, stages.STAGES["output and appends"], 8, 16), "store")
     state = {pointer for pointer in stores if "state" in pointer or pointer == "fold_ptrs"}
     padding = {pointer for pointer in stores if "pad_ptr" in pointer or "zero_ptrs" in pointer}
-    scratch = {p for p in stores if any(name in p for name in ("scratch", "score_ptrs", "matrix_ptrs"))}
+    scratch = {p for p in stores if any(name in p for name in ("scratch", "score_ptrs", "matrices_ptrs"))}
     for pointer, masked in stores.items():
         assert masked != (pointer in state | padding | scratch), pointer
     loads = calls(stages.without(source, stages.STAGES["ring reads"], 8, 16), "load")

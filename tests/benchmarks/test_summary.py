@@ -117,17 +117,22 @@ def test_totals_and_ready_records():
             (
                 "a.json",
                 run(
-                    totals={"tune_minutes": 4.2, "scope": "nemotron-3-super-120b-a12b, 16 cores"},
+                    totals={"tune_minutes": 4.2, "scope": "nemotron-3-super-120b-a12b"},
                     records=[
                         {"claim": "search_share_of_optimum_median", "value": 0.98, "cell": {"scope": "x"}}
                     ],
                 ),
             ),
             ("b.json", run(totals={"tune_minutes": 9.0})),
+            ("c.json", run(totals={"tune_minutes": 7.0, "scope": "nemotron-3-super-120b-a12b, T 4"})),
         ]
     )
     minutes = {r["cell"]["scope"]: (r["value"], r["asked"], r["unit"]) for r in records if r["unit"] == "min"}
-    assert minutes == {"nemotron-3-super-120b-a12b, 16 cores": (4.2, 6.0, "min"), "tune": (9.0, None, "min")}
+    assert minutes == {
+        "nemotron-3-super-120b-a12b": (4.2, 6.0, "min"),
+        "nemotron-3-super-120b-a12b, T 4": (7.0, None, "min"),
+        "tune": (9.0, None, "min"),
+    }
     (ready,) = summary.select(records, "search_share_of_optimum_median")
     assert (ready["value"], ready["run"]) == (0.98, "a.json")
 

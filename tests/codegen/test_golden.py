@@ -57,6 +57,7 @@ CASES = {
     "native_verify_odd": (replace(ODD.native, op="native_verify", num_tokens=4), Structure("native")),
     "gdn_native_verify": (replace(GDN.native, op="native_verify", num_tokens=4), Structure("native")),
     "gdn_materialize": (GDN.materialize, Structure("materialize")),
+    "verify_both_prologue": (VERIFY, Structure("both", "prologue", readout="dot", scores="dot")),
     "verify_both": (VERIFY, Structure("both", readout="dot", scores="dot")),
     "verify_flush_ahead_odd": (VERIFY_ODD, Structure("flush", "precomputed", readout="dot", scores="dot")),
     "gdn_verify_both_ahead_tiles": (

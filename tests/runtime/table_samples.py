@@ -19,8 +19,9 @@ A100 = GpuInfo("NVIDIA A100-SXM4-80GB", "nvidia", (8, 0), 108, 85899345920, 4194
 TOOLCHAIN = Toolchain("3.6.0", "2.11.0", "580.95")
 
 
-def plan(heads: int = 32) -> Plan:
-    return Plan((Variant(Structure("both"), Tile(32, 128, 128, heads)),))
+def plan(registers: int = 32) -> Plan:
+    """Plans of one numerics class, told apart by a number."""
+    return Plan((Variant(Structure("both"), Tile(32, 128, 128, max_registers=registers)),))
 
 
 def row(batch: int = 128, spec: Spec = SPEC, **changes: Any) -> Row:

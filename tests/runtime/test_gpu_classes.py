@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,20 @@ SPECS = {
 }
 CLASSES = 3
 """Classes of each role that are looked at, evenly over the space."""
-PLANS = 3
-"""Plans of each class."""
+OTHERS = ({"evict_first": True}, {"max_registers": 168}, {"evict_first": True, "max_registers": 128})
+"""What is changed within a class."""
 
 
 def of_one_class(spec: Spec, role: str) -> list[list[Plan]]:
-    """Plans of several classes of a role, in groups; those of a group differ in loop, heads and depth."""
-    by_class: dict[str, list[Variant]] = {}
-    for variant in points(spec, role).variants:
-        by_class.setdefault(variant.numerics, []).append(variant)
-    several = [group for group in by_class.values() if len(group) > 1]
+    """Plans of several classes of a role, in groups, which differ in what comes after it."""
+    first_of_class = {variant.numerics: variant for variant in reversed(points(spec, role).variants)}
+    several = list(first_of_class.values())
     chosen = several[:: max(1, len(several) // CLASSES)][:CLASSES]
-    # The first and the last ones are the farthest apart.
-    spread = [[group[round(i * (len(group) - 1) / (PLANS - 1))] for i in range(PLANS)] for group in chosen]
-    return [[gate_plan(spec, variant) for variant in dict.fromkeys(group)] for group in spread]
+    tiles = [[dataclasses.replace(v.tile, **other) for other in OTHERS] for v in chosen]
+    return [
+        [gate_plan(spec, Variant(variant.structure, tile)) for tile in dict.fromkeys((variant.tile, *others))]
+        for variant, others in zip(chosen, tiles, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("role", ["both", "nonflush", "flush"])

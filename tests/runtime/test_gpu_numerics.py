@@ -213,6 +213,19 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
         drafts(SMALL),
         both(Tile(16, 64, 64, heads_per_program=2, num_warps=2), coefficients="precomputed", **BY_DOTS),
     ),
+    "drafts-prologue": (
+        drafts(SMALL),
+        both(Tile(64, 64, 64, heads_per_program=2, num_warps=4), coefficients="prologue", **BY_DOTS),
+    ),
+    "gdn-drafts-prologue": (
+        drafts(SMALL_GDN, 8),
+        both(
+            Tile(16, 64, 32, heads_per_program=2, num_warps=2, num_stages=2),
+            coefficients="prologue",
+            loop="tiles",
+            **BY_DOTS,
+        ),
+    ),
     "drafts-native": (drafts(SMALL).native, plan((Structure("native"), Tile(16, 64)))),
     "gdn-drafts-inverse": (
         drafts(SMALL_GDN),

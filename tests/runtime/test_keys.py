@@ -152,7 +152,7 @@ def test_other_strings_are_no_plan_keys(change):
         Plan.parse(change(plan().key))
 
 
-SAME_NUMERICS = {"loop", "heads_per_program", "max_registers", "evict_first"}
+SAME_NUMERICS = {"max_registers", "evict_first"}
 """Choices that a numerics class does not name."""
 
 
@@ -174,11 +174,6 @@ def test_a_numerics_class_names_all_that_changes_bits_and_nothing_else():
     assert same == SAME_NUMERICS
     told_apart = [numerics for name, numerics in classes.items() if name not in same]
     assert len(set(told_apart)) == len(told_apart)
-
-
-def test_a_pipeline_counts_in_a_numerics_class_but_not_its_depth():
-    two, three = (Variant(Structure("both"), Tile(32, 64, 32, num_stages=n)).numerics for n in (2, 3))
-    assert two == three
 
 
 def test_a_plan_of_two_launches_has_a_numerics_class_of_both():

@@ -45,7 +45,7 @@ def test_fields_are_named():
     document = json.loads(dumps(table(row())))
     (only,) = document["rows"]
     assert only["spec"]["state_dtype"] == "fp32"
-    assert only["launches"][0]["tile"]["heads_per_program"] == 128
+    assert only["launches"][0]["tile"]["max_registers"] == 128
     assert only["launches"][0]["module_digest"] == "d" * 16
     assert only["launches"][0]["binaries"][0]["registers"] == 64
 
@@ -123,7 +123,7 @@ def test_malformed_tables_are_refused_with_file_place_and_advice(case, tmp_path)
 
 def test_an_axis_that_the_writer_did_not_know_is_at_its_default():
     def forget(document):
-        del launch(document)["structure"]["load"], launch(document)["tile"]["max_registers"]
+        del launch(document)["structure"]["load"], launch(document)["tile"]["num_stages"]
 
     assert loads(edited(forget)) == table(row(8), row(16))
 

@@ -18,8 +18,8 @@ from replayssm_tune.tuner.store import Store
 from tests.tuner.fake_bench import GPU, SPEC, FakeBench
 
 
-def plan(block_p: int, heads: int = 1, **structure: str) -> Plan:
-    return Plan((Variant(Structure("both", **structure), Tile(block_p, 128, 64, heads)),))
+def plan(block_p: int, registers: int = 0) -> Plan:
+    return Plan((Variant(Structure("both"), Tile(block_p, 128, 64, max_registers=registers)),))
 
 
 DEFAULT, SMALL, LARGE = plan(16), plan(8), plan(64)
@@ -33,7 +33,7 @@ def test_the_class_with_the_least_geometric_mean_wins() -> None:
 
 
 def test_a_class_is_as_good_as_its_best_plan_at_each_batch() -> None:
-    few, many = plan(8, heads=1), plan(8, heads=4)
+    few, many = plan(8), plan(8, registers=128)
     times = [{DEFAULT: 10.0, few: 8.0, many: 20.0}, {DEFAULT: 30.0, few: 60.0, many: 28.0}]
     assert few.numerics == many.numerics
     assert best_class(times, DEFAULT) == few.numerics
@@ -57,8 +57,8 @@ def test_no_class_has_a_smaller_mean_than_the_chosen_one(rows: list[tuple[float,
 
 
 def test_plans_of_a_class_are_made_of_what_was_ranked() -> None:
-    reads = [Variant(Structure("nonflush"), Tile(16, 128, 0, heads)) for heads in (1, 2, 4)]
-    folds = [Variant(Structure("flush"), Tile(16, 128, 64, heads)) for heads in (1, 2)]
+    reads = [Variant(Structure("nonflush"), Tile(16, 128, max_registers=cap)) for cap in (0, 96, 128)]
+    folds = [Variant(Structure("flush"), Tile(16, 128, 64, evict_first=first)) for first in (False, True)]
     other = Variant(Structure("flush"), Tile(32, 128, 64))
     rankings = [tuple(Ranked(v, float(i)) for i, v in enumerate(vs)) for vs in (reads, (other, *folds))]
     wanted = Plan((reads[0], folds[0])).numerics
@@ -70,7 +70,7 @@ def test_plans_of_a_class_are_made_of_what_was_ranked() -> None:
 def test_classes_are_timed_at_every_batch_and_never_twice(tmp_path: Path) -> None:
     won = {16: SMALL, 1024: LARGE}
     verdicts = {b: Verdict(p, 1.0, 1.0, 0.0, 0.01, (1.0,), "winner", "") for b, p in won.items()}
-    more = tuple(Ranked(plan(64, heads).variants[0], float(heads)) for heads in (2, 4, 8, 16))
+    more = tuple(Ranked(plan(64, cap).variants[0], float(cap)) for cap in (96, 128, 168, 224))
     rankings = {role: dict.fromkeys(won, ()) for role in ("nonflush", "flush")}
     classes = Classes(SPEC, verdicts, {**rankings, "both": {16: (), 1024: more}})
     assert classes.plans(16, LARGE.numerics)[0] == LARGE

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.summary import load_runs
+from benchmarks.summary import derive, load_runs, select
 from replayssm_tune.runtime.lookup import shipped_tables
 from replayssm_tune.tuner import rounding, rows, runfile, static
 
@@ -32,7 +32,20 @@ def test_rounding_again_changes_no_shipped_table():
 
 
 def test_a_run_file_reads_back_as_it_was_recorded(tmp_path):
-    for name, run in load_runs():
-        if run["what"] == "tune":
-            path = runfile.write_run(tmp_path, run)
-            assert json.loads(path.read_text(encoding="utf-8")) == run, name
+    tunes = [(name, run) for name, run in load_runs() if run["what"].startswith("tune")]
+    assert tunes
+    for name, run in tunes:
+        path = runfile.write_run(tmp_path, run)
+        assert path.name == name
+        assert json.loads(path.read_text(encoding="utf-8")) == run, name
+
+
+def test_a_run_file_is_never_written_over(tmp_path):
+    runs = [
+        {"gpu": "H200", "date": "2026-11-30", "what": "tune", "totals": {"tune_minutes": minutes}}
+        for minutes in (3.0, 2.0, 1.0)
+    ]
+    paths = [runfile.write_run(tmp_path, run) for run in runs]
+    assert [path.name for path in paths] == [f"2026-11-30-h200-tune{n}.json" for n in ("", "-2", "-3")]
+    (newest,) = select(derive([(path.name, json.loads(path.read_text())) for path in paths]), "tune_minutes")
+    assert newest["value"] == 1.0

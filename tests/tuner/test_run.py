@@ -266,7 +266,10 @@ def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(
     default = default_plan(work.spec)
     assert ("mix", Cell(work.spec, 16), default.key) in fake.asked, "the default is always a candidate"
     (path,) = (tmp_path / "results").glob("*.json")
-    (cell, *_) = json.loads(path.read_text())["cells"]
+    recorded = json.loads(path.read_text())
+    assert path.stem.endswith("-t4"), "runs of several T of one model do not meet in one file"
+    assert recorded["totals"]["scope"].endswith(", T 4")
+    (cell, *_) = recorded["cells"]
     assert cell["spec"] == work.spec.key
     assert cell["flush_share"] == 0.2
     assert cell["roof_us"]["mix"] == pytest.approx(rows["verify", 16].roof_time_us, rel=1e-4)
@@ -551,8 +554,8 @@ def test_bench_times_what_is_served_and_remembers_nothing(
     tuned = run.bench(here, tmp_path / "results", silent)
     assert len(fake.asked) == first > 0
     assert len(tuned.table.rows) == 1
-    (path,) = (tmp_path / "results").glob("*.json")
-    assert json.loads(path.read_text())["what"].startswith("bench-")
+    one, other = (tmp_path / "results").glob("*.json")
+    assert all(json.loads(path.read_text())["what"].startswith("bench-") for path in (one, other))
 
 
 @pytest.mark.parametrize("heads_per_group", [1, 8, 12, 16])

@@ -213,7 +213,7 @@ def test_verification_compiles_its_default_pair_and_launches_for_all_rows(spec):
     assert tuple(found[:2]) == default_plan(spec).variants
     assert 40 <= len(found) <= 150
     assert {v.structure.role for v in found[2:]} == {"both"}
-    assert {v.structure.coefficients for v in found[2:]} == {"inline", "precomputed"}
+    assert {v.structure.coefficients for v in found[2:]} == {"inline", "precomputed", "prologue"}
 
 
 def test_thinning_keeps_the_first_and_the_range():

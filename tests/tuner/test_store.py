@@ -53,7 +53,7 @@ def test_trials_are_useful_to_a_dashboard(tmp_path: Path, location: str) -> None
     store.add(Measurement(CELL, "nonflush", variants("nonflush")[3].key, status="gate", reason="1e-2"))
     assert len(Store(location, GPU).measurements()) == 2
     study = optuna.load_study(
-        study_name=f"replayssm1|{CELL.key}|nonflush",
+        study_name=f"replayssm2|{CELL.key}|nonflush",
         storage=location if "://" in location else store._storage,
     )
     assert [t.state.name for t in study.trials] == ["COMPLETE", "FAIL"]

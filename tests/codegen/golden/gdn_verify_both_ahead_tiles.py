@@ -20,7 +20,7 @@ HEAD_DIM_BLOCK = tl.constexpr(128)
 GROUP_SCRATCH = tl.constexpr(256)
 GROUP_STRIDE = tl.constexpr(472)
 HEAD_SCRATCH = tl.constexpr(108)
-COEFFICIENT_HEADS = tl.constexpr(2)
+COEFFICIENT_HEADS = tl.constexpr(4)
 
 
 @triton.jit
@@ -473,25 +473,25 @@ def coefficients(
     answer = tl.where((i[None, :] >= m[:, None])[None, :, :], left * pair_score[None, :, :], 0.0)
     new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
     tl.store(new_decay_ptrs, gate, mask=head_mask[:, None] & own[None, :])
-    scratch_head_ptr = scratch_group_ptr + GROUP_SCRATCH + h * HEAD_SCRATCH
-    tl.store(scratch_head_ptr[:, None] + 64 + j[None, :], weight, mask=head_mask[:, None])
-    tl.store(scratch_head_ptr + 104, decay, mask=head_mask)
+    scratch_heads_ptr = scratch_group_ptr + GROUP_SCRATCH + h * HEAD_SCRATCH
+    tl.store(scratch_heads_ptr[:, None] + 64 + j[None, :], weight, mask=head_mask[:, None])
+    tl.store(scratch_heads_ptr + 104, decay, mask=head_mask)
     tl.store(
-        scratch_head_ptr[:, None] + 80 + i[None, :],
+        scratch_heads_ptr[:, None] + 80 + i[None, :],
         column,
         mask=head_mask[:, None],
     )
     tl.store(
-        scratch_head_ptr[:, None] + 88 + i[None, :],
+        scratch_heads_ptr[:, None] + 88 + i[None, :],
         column_k,
         mask=head_mask[:, None],
     )
     tl.store(
-        scratch_head_ptr[:, None] + 96 + i[None, :],
+        scratch_heads_ptr[:, None] + 96 + i[None, :],
         beta,
         mask=head_mask[:, None],
     )
-    matrix_ptrs = scratch_head_ptr[:, None, None] + m[None, :, None] * TOKEN_BLOCK + i[None, None, :]
-    matrix_mask = head_mask[:, None, None] & (m < NUM_TOKENS)[None, :, None]
-    tl.store(matrix_ptrs + 0, solve, mask=matrix_mask)
-    tl.store(matrix_ptrs + 32, answer, mask=matrix_mask)
+    matrices_ptrs = scratch_heads_ptr[:, None, None] + m[None, :, None] * TOKEN_BLOCK + i[None, None, :]
+    matrices_mask = head_mask[:, None, None] & (m < NUM_TOKENS)[None, :, None]
+    tl.store(matrices_ptrs + 0, solve, mask=matrices_mask)
+    tl.store(matrices_ptrs + 32, answer, mask=matrices_mask)

@@ -20,7 +20,7 @@ HEAD_DIM_BLOCK = tl.constexpr(128)
 GROUP_SCRATCH = tl.constexpr(256)
 GROUP_STRIDE = tl.constexpr(2416)
 HEAD_SCRATCH = tl.constexpr(180)
-COEFFICIENT_HEADS = tl.constexpr(16)
+COEFFICIENT_HEADS = tl.constexpr(4)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def step(
                 other=0.0,
             )
             fold_c = tl.trans(fold_c.to(tl.float32))
-            read = tl.dot(folded, fold_c, acc=read, input_precision="tf32")
+            read = tl.dot(folded, fold_c, acc=read, input_precision="tf32x3")
         read *= head_column[None, :]
         y = read
         x_rows_wide = tl.trans(x_rows.to(tl.float32))
@@ -330,26 +330,26 @@ def coefficients(
     between += tl.where((i[None, :] == m[:, None])[None, :, :], skip[:, None, None], 0.0)
     new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
     tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & own[None, :])
+    copied_i = tl.arange(0, 16)
     copied_p = tl.arange(0, HEAD_DIM_BLOCK)
-    for copied in tl.range(0, COEFFICIENT_HEADS):
-        copied_head = group * HEADS_PER_GROUP + part * COEFFICIENT_HEADS + copied
-        copied_tokens = tl.where(part * COEFFICIENT_HEADS + copied < HEADS_PER_GROUP, count, 0)
-        copied_mask = (m < copied_tokens)[:, None] & (copied_p < HEAD_DIM)[None, :]
-        x_ptrs = x_ptr + token64_rows[:, None] * x_stride_token + copied_head * x_stride_head
-        ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + copied_head * ring_x_stride_head
-        tl.store(
-            ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + copied_p[None, :],
-            tl.load(x_ptrs + copied_p[None, :], mask=copied_mask, other=0.0).to(ring_x_ptr.dtype.element_ty),
-            mask=copied_mask,
-        )
-    scratch_head_ptr = scratch_group_ptr + GROUP_SCRATCH + h * HEAD_SCRATCH
-    tl.store(scratch_head_ptr[:, None] + 144 + j[None, :], weight, mask=head_mask[:, None])
-    tl.store(scratch_head_ptr + 176, decay, mask=head_mask)
+    copied_tokens = head_mask[:, None] & (copied_i < count)[None, :]
+    copied_mask = copied_tokens[:, :, None] & (copied_p < HEAD_DIM)[None, None, :]
+    copied_x_ptrs = x_ptr + (first_token + copied_i)[None, :, None] * x_stride_token
+    copied_x_ptrs += heads[:, None, None] * x_stride_head + copied_p[None, None, :]
+    copied_row = ring_start + ring_len + copied_i
+    copied_row -= tl.where(copied_row >= ring_capacity, ring_capacity, 0)
+    copied_ring_ptrs = ring_x_ptr + slot * ring_x_stride_slot + heads[:, None, None] * ring_x_stride_head
+    copied_ring_ptrs += copied_row[None, :, None] * ring_x_stride_token + copied_p[None, None, :]
+    copied_x = tl.load(copied_x_ptrs, mask=copied_mask, other=0.0)
+    tl.store(copied_ring_ptrs, copied_x.to(ring_x_ptr.dtype.element_ty), mask=copied_mask)
+    scratch_heads_ptr = scratch_group_ptr + GROUP_SCRATCH + h * HEAD_SCRATCH
+    tl.store(scratch_heads_ptr[:, None] + 144 + j[None, :], weight, mask=head_mask[:, None])
+    tl.store(scratch_heads_ptr + 176, decay, mask=head_mask)
     tl.store(
-        scratch_head_ptr[:, None] + 160 + i[None, :],
+        scratch_heads_ptr[:, None] + 160 + i[None, :],
         column,
         mask=head_mask[:, None],
     )
-    matrix_ptrs = scratch_head_ptr[:, None, None] + m[None, :, None] * TOKEN_BLOCK + i[None, None, :]
-    matrix_mask = head_mask[:, None, None] & (m < NUM_TOKENS)[None, :, None]
-    tl.store(matrix_ptrs + 0, between, mask=matrix_mask)
+    matrices_ptrs = scratch_heads_ptr[:, None, None] + m[None, :, None] * TOKEN_BLOCK + i[None, None, :]
+    matrices_mask = head_mask[:, None, None] & (m < NUM_TOKENS)[None, :, None]
+    tl.store(matrices_ptrs + 0, between, mask=matrices_mask)
