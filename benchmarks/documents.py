@@ -94,7 +94,7 @@ def _time(times: Times, kernel: str) -> str:
 
 def steps_region(records: Sequence[Record]) -> str:
     """Step time of every timed cell: roof, replay, native, and what they mean for each other."""
-    kernels = ("roof", "replay", "native", "default")
+    kernels = ("roof", "replay", "native", "native steps", "default")
     rows = [
         [
             *_curve_row(cell),
@@ -102,11 +102,35 @@ def steps_region(records: Sequence[Record]) -> str:
             *(_time(times, kernel) for kernel in kernels),
             _ratio(times, "roof"),
             _ratio(times, "native"),
+            _ratio(times, "native steps"),
         ]
         for cell, times in _steps(records)
     ]
     header = [*CURVE_HEADER, "effective batch", *(f"{kernel}, µs" for kernel in kernels)]
-    return _markdown([*header, "of roof", "vs native"], rows)
+    return _markdown([*header, "of roof", "vs native", "vs native steps"], rows)
+
+
+def materialize_region(records: Sequence[Record]) -> str:
+    """What folding whole rings into states of other slots takes, of every timed cell."""
+    cells: dict[str, tuple[Cell, Times]] = {}
+    for record in select(records, "materialize_time_us"):
+        cell = {name: value for name, value in record["cell"].items() if name != "kernel"}
+        cells.setdefault(json.dumps(cell), (cell, {}))[1][record["cell"]["kernel"]] = record["value"]
+    kernels = ("roof", "replay", "default")
+    rows = [
+        [
+            cell["gpu"],
+            layer_name(cell),
+            cell["state_dtype"],
+            str(cell["effective_batch"]),
+            *(_time(times, kernel) for kernel in kernels),
+            _ratio(times, "roof"),
+            _ratio(times, "default"),
+        ]
+        for cell, times in cells.values()
+    ]
+    header = ["GPU", "layer", "state", "effective batch", "roof, µs", "materialise, µs", "default, µs"]
+    return _markdown([*header, "of roof", "vs default"], rows)
 
 
 OVERVIEW_BATCHES = (16, 128, 1024, 8192, 32768)
@@ -373,6 +397,7 @@ def folds_region(records: Sequence[Record]) -> str:
 
 REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
     "steps": steps_region,
+    "materialize": materialize_region,
     "overview": overview_region,
     "losses": losses_region,
     "asked": asked_region,

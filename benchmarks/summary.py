@@ -9,8 +9,8 @@
      "cells": [{"spec": key, "effective_batch": n, "plan": key,
                 "time_us": {"mix": .., "nonflush": .., "flush": ..},
                 "roof_us": {"read": .., "scale": .., "mix": ..},
-                "native_us": .., "native_name": "..", "default_us": {"mix": ..}, "noise_floor": ..,
-                "samples_us": {...}}],
+                "native_us": .., "native_name": "..", "native_steps_us": .., "default_us": {"mix": ..},
+                "noise_floor": .., "samples_us": {...}}],
      "stages": [{"spec": key, "effective_batch": n, "mode": "nonflush", "plan": key, "roof_us": ..,
                  "time_us": .., "without_us": {"output": .., ...}}],
      "errors": [{"spec": key, "sequences": n, "heads": n, "kernel": "plan, or eager reference",
@@ -23,6 +23,7 @@ Only ``gpu``, ``date`` and ``what`` are required. Of two runs that say the same 
 one counts. ``resumed`` says that a run found measurements or binaries of an earlier one: how long it took
 is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
 others. Of errors only some points make a record (:data:`ERROR_TOKENS`); their bound is in the run's protocol.
+``native_steps_us`` is of drafts: T native steps in turn.
 Cells of what materialises states have ``materialize`` in place of the modes of a step, and no native.
 """
 
@@ -142,13 +143,17 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
         yield _record(claim, key, roof / time_us[branch], asked, "1", True)
     mix = time_us.get("mix")
     native, default = cell.get("native_us"), cell.get("default_us", {}).get("mix")
+    native_steps = cell.get("native_steps_us")
     if mix is not None:
         if native is not None:
             asked = 1.0 - cell.get("noise_floor", 0.0)
             yield _record("mix_vs_native", key, native / mix, asked, "1", True)
+        if native_steps is not None:
+            yield _record("mix_vs_native_steps", key, native_steps / mix, None, "1", True)
         if default is not None:
             yield _record("mix_vs_default", key, default / mix, None, "1", True)
     steps = {"roof": roofs_us["mix"], "replay": mix, "native": native, "default": default}
+    steps["native steps"] = native_steps
     for kernel, value in steps.items():
         if value is not None:
             yield _record("step_time_us", {**key, "kernel": kernel}, value, None, "us", False)

@@ -202,6 +202,11 @@ class Spec:
         return dataclasses.replace(self, op=op, window=0, ring_dtype=self.activation_dtype)
 
     @property
+    def native_step(self) -> Spec:
+        """The ``native_step`` spec of the same layer: one token a step, whatever this one takes."""
+        return dataclasses.replace(self.native, op="native_step", num_tokens=1)
+
+    @property
     def materialize(self) -> Spec:
         """The ``materialize`` spec of the same ring: what its kernel does not depend on is left out."""
         fields: dict[str, Any] = self._without_step

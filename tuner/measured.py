@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen import space
@@ -21,6 +20,7 @@ from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
 from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
+from ..runtime.lookup import default_lookup
 from ..runtime.plan import PLAN_ROLES, Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row
@@ -35,6 +35,7 @@ from .progress import Event, Report
 from .records import ROLE_MODES, Cell, Measurement, Timing, score_mode
 from .records import Event as Measured
 from .request import Job, Work
+from .rows import CellResult
 from .search import Ranked, Ranking, Settings, compose, interleave, search
 from .search import Space as SearchSpace
 from .seeds import seeds
@@ -56,44 +57,6 @@ RETRIES = 2
 """How often a row is measured again that does not fit its curve."""
 
 ROOFS = {"read": "roof.read", "scale": "roof.scale"}
-
-
-@dataclass(frozen=True)
-class CellResult:
-    """All that a run says of one cell: what a row of the table and of a run file is made of."""
-
-    spec: Spec
-    effective_batch: int
-    rows: int
-    heads: int
-    verdict: Verdict
-    native: Verdict | None
-    """None of what materialises states, which has no baseline."""
-    branches: Mapping[str, Measurement]
-    """The chosen plan by mode, ``nonflush`` and ``flush``; empty where kernels have no branches."""
-    default_branches: Mapping[str, Measurement]
-    """As ``branches``, of the default plan."""
-    read_us: float
-    scale_us: float
-
-    @property
-    def mode(self) -> str:
-        """What the rows do in the score."""
-        return score_mode(self.spec)
-
-    @property
-    def roof_us(self) -> float:
-        """Roof of the score: rows that flush, or are materialised, write as much as they read."""
-        return self._roof_us(flush_share(self.spec))
-
-    @property
-    def native_roof_us(self) -> float:
-        """Roof of the native baseline: every token of a row writes a state."""
-        return self._roof_us(self.spec.num_tokens)
-
-    def _roof_us(self, written: float) -> float:
-        """Of reading a state per row and writing so many of them."""
-        return self.read_us + (self.scale_us - self.read_us) * written
 
 
 class MeasuredTune:
@@ -377,7 +340,19 @@ class MeasuredTune:
             default_branches={mode: found for (plan, mode), found in branch.items() if plan == default},
             read_us=read_us,
             scale_us=scale_us,
+            native_steps_us=self._native_steps_us(spec, batch, attempt) if spec.verifies else None,
         )
+
+    def _native_steps_us(self, spec: Spec, batch: int, attempt: int) -> float | None:
+        """T times a native step, by the kernel that dispatch serves here; None if that cannot run."""
+        step = spec.native_step
+        plan = default_lookup().find(step, batch, self._gpu.info).plan
+        if self._gated(step, plan):
+            return None
+        found = self.meter.measure(
+            Cell(step, batch), plan.variants, "native", FINAL_REPEATS, f"final{attempt}"
+        )
+        return spec.num_tokens * found.time_us if found.ok else None
 
     def _roof(self, cell: Cell, kind: str, attempt: int) -> float:
         mode, subject, tag = "nonflush" if kind == "read" else "flush", ROOFS[kind], f"final{attempt}"

@@ -1,8 +1,9 @@
-"""Rows of a dispatch table from the results of a measured tune."""
+"""What a measured tune says of a cell, and the rows of a dispatch table that come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ..codegen.compile import Compiled
@@ -11,11 +12,53 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row
 from .choose import Verdict
-from .measured import CellResult
+from .mix import flush_share
+from .records import Measurement, score_mode
 from .rounding import known, significant
 
 DIGITS: Final = 5
 """Significant digits of a row's times."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """All that a run says of one cell: what a row of the table and of a run file is made of."""
+
+    spec: Spec
+    effective_batch: int
+    rows: int
+    heads: int
+    verdict: Verdict
+    native: Verdict | None
+    """None of what materialises states, which has no baseline."""
+    branches: Mapping[str, Measurement]
+    """The chosen plan by mode, ``nonflush`` and ``flush``; empty where kernels have no branches."""
+    default_branches: Mapping[str, Measurement]
+    """As ``branches``, of the default plan."""
+    read_us: float
+    scale_us: float
+    native_steps_us: float | None = None
+    """Of drafts: as many native steps as a row has tokens, one after the other."""
+
+    @property
+    def mode(self) -> str:
+        """What the rows do in the score."""
+        return score_mode(self.spec)
+
+    @property
+    def roof_us(self) -> float:
+        """Roof of the score: rows that flush, or are materialised, write as much as they read."""
+        return self._roof_us(flush_share(self.spec))
+
+    @property
+    def native_roof_us(self) -> float:
+        """Roof of the native baseline: every token of a row writes a state."""
+        return self._roof_us(self.spec.num_tokens)
+
+    def _roof_us(self, written: float) -> float:
+        """Of reading a state per row and writing so many of them."""
+        return self.read_us + (self.scale_us - self.read_us) * written
+
 
 Binaries = Callable[[Variant], Compiled]
 """What the compiler made of a variant."""

@@ -28,12 +28,12 @@ from .check import check
 from .errors import UsageError
 from .generate import generate
 from .gpu_bench import GpuBench
-from .measured import CellResult, MeasuredTune, budget_share, cache_folder, workers
+from .measured import MeasuredTune, budget_share, cache_folder, workers
 from .progress import Report
 from .records import Environment
 from .report import Invariant, Planned, Served, SpecPlan, Tuned
 from .request import Job, Work
-from .rows import native_row, step_row
+from .rows import CellResult, native_row, step_row
 from .static import static_jobs, static_tune
 from .store import Store
 

@@ -15,11 +15,12 @@ from typing import Any, Final
 from ..codegen.files import write
 from ..runtime.table import gpu_slug
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
-from .measured import FINAL_REPEATS, RULES, SETTINGS, CellResult
+from .measured import FINAL_REPEATS, RULES, SETTINGS
 from .mix import flush_share
 from .records import Environment
 from .request import Budget
 from .rounding import significant
+from .rows import CellResult
 
 DIGITS: Final = 6
 """Significant digits of all figures."""
@@ -83,6 +84,7 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
         "roof_us": {"read": cell.read_us, "scale": cell.scale_us, mode: cell.roof_us},
         "native_us": native and native.time_us,
         "native_name": native.winner.key if native and native.winner else "",
+        **({"native_steps_us": cell.native_steps_us} if cell.spec.verifies else {}),
         "default_us": {
             mode: verdict.default_time_us,
             **{branch: found.time_us for branch, found in cell.default_branches.items()},

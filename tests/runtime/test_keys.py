@@ -126,6 +126,12 @@ def test_a_changed_structure_field_changes_the_key_and_unknown_values_are_refuse
         dataclasses.replace(structure, **{field: "magic"})
 
 
+def test_the_native_step_of_drafts_is_that_of_their_layer():
+    step = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+    drafts = dataclasses.replace(step, op="verify", num_tokens=4)
+    assert drafts.native_step == drafts.native.native_step == step.native_step == step.native
+
+
 def test_another_solve_is_another_class_of_numerics():
     columns, inverse = (
         Structure("both", readout="dot", scores="dot", solve=s) for s in ("columns", "inverse")
