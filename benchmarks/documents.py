@@ -94,20 +94,20 @@ def _time(times: Times, kernel: str) -> str:
 
 def steps_region(records: Sequence[Record]) -> str:
     """Step time of every timed cell: roof, replay, native, and what they mean for each other."""
-    kernels = ("roof", "replay", "native", "native steps", "default")
+    steps = _steps(records)
+    beside = ["native", "native steps"] if any("native steps" in times for _, times in steps) else ["native"]
+    kernels = ["roof", "replay", *beside, "default"]
     rows = [
         [
             *_curve_row(cell),
             str(cell["effective_batch"]),
             *(_time(times, kernel) for kernel in kernels),
-            _ratio(times, "roof"),
-            _ratio(times, "native"),
-            _ratio(times, "native steps"),
+            *(_ratio(times, kernel) for kernel in ("roof", *beside)),
         ]
-        for cell, times in _steps(records)
+        for cell, times in steps
     ]
     header = [*CURVE_HEADER, "effective batch", *(f"{kernel}, µs" for kernel in kernels)]
-    return _markdown([*header, "of roof", "vs native", "vs native steps"], rows)
+    return _markdown([*header, "of roof", *(f"vs {kernel}" for kernel in beside)], rows)
 
 
 def materialize_region(records: Sequence[Record]) -> str:

@@ -61,7 +61,7 @@ ASKED_SHARES = {
 """Shares of the roof that are asked, by claim, family and tokens a step, and by state dtype."""
 
 ASKED_TUNE_MINUTES = 6.0
-"""Asked of a cold tune of the model below, both state dtypes, 16 cores: a scope that begins with it."""
+"""Asked of a cold tune of the model below, both state dtypes, 16 cores, one token a step."""
 ASKED_TUNE_SCOPE = "nemotron-3-super-120b-a12b"
 
 OPS = {"verify": "step", "native_verify": "native_step"}
@@ -85,7 +85,7 @@ ERROR_TOKENS = (1, 16, 64, 256, 1024, 2048)
 def derive(runs: Iterable[tuple[str, dict[str, Any]]]) -> list[Record]:
     """Records of all ``(file name, content)`` runs, one per claim and cell, sorted."""
     newest: dict[str, Record] = {}
-    for name, run in sorted(runs, key=lambda item: (item[1]["date"], item[0].removesuffix(".json"))):
+    for name, run in sorted(runs, key=_age):
         for record in _records(run):
             newest[_identity(record)] = {**record, "run": name}
     return sorted(newest.values(), key=_order)
@@ -117,6 +117,13 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
             "unit": record.get("unit", "1"),
             "higher_is_better": record.get("higher_is_better", True),
         }
+
+
+def _age(named: tuple[str, dict[str, Any]]) -> tuple[str, list[tuple[int, str]]]:
+    """Sort key of runs, oldest first: of one day and name ``x-2`` comes after ``x`` and before ``x-10``."""
+    name, run = named
+    words = name.removesuffix(".json").split("-")
+    return run["date"], [(int(word), "") if word.isdigit() else (0, word) for word in words]
 
 
 def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:

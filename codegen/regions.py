@@ -16,6 +16,9 @@ from ..runtime.abi import next_power_of_two, state_block
 from ..runtime.plan import Structure, Tile, Variant
 from ..runtime.spec import Spec
 
+MAX_TILED_HEADS: Final = 4
+"""Heads of a group up to which a program's loop may go over row tiles."""
+
 Values = tuple[int, ...] | Callable[[Spec], tuple[int, ...]]
 """Values of a tile axis: the same for every spec, or computed from it."""
 
@@ -108,8 +111,18 @@ def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
 
 
 def _whole_rows(spec: Spec) -> tuple[int, ...]:
-    """All rows of a head at a time."""
-    return (max(16, _whole_head(spec)),)
+    """All rows of a head at a time; none where a loop over row tiles does better."""
+    return () if spec.heads_per_group <= MAX_TILED_HEADS else (max(16, _whole_head(spec)),)
+
+
+def _power_heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
+    """For each count the largest power of two within it that divides the group."""
+
+    def values(spec: Spec) -> tuple[int, ...]:
+        power = spec.heads_per_group & -spec.heads_per_group
+        return tuple(sorted({min(power, count) for count in counts}))
+
+    return values
 
 
 def _dot_rows(spec: Spec) -> tuple[int, ...]:
@@ -255,12 +268,12 @@ REGIONS: Final = (
     ),
     Region(
         "Drafts: coefficients of a program's heads ahead of its loop.",
-        ("both",), _VERIFY_PROLOGUE, _whole_rows, _whole, _columns(32), _heads_up_to(4, 8, 16),
+        ("both",), _VERIFY_PROLOGUE, _whole_rows, _whole, _columns(32), _power_heads_up_to(4, 8, 16),
         warps_stages=((2, 2), (2, 3), (4, 2), (4, 3)), ops=_DRAFTS,
     ),
     Region(
         "As above, groups of few heads.",
-        ("both",), _VERIFY_PROLOGUE_TILES, _large_rows, _whole, _columns(32), _heads_up_to(2),
+        ("both",), _VERIFY_PROLOGUE_TILES, _large_rows, _whole, _columns(32), _power_heads_up_to(2),
         warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
     ),
     Region(
@@ -275,8 +288,13 @@ REGIONS: Final = (
     ),
     Region(
         "As above, coefficients ahead of the loop.",
-        ("nonflush",), _VERIFY_PROLOGUE, _whole_rows, _whole, heads_per_program=_heads_up_to(4, 8, 16),
+        ("nonflush",), _VERIFY_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(4, 8, 16),
         warps_stages=((2, 2), (2, 3), (4, 2), (4, 3)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("nonflush",), _VERIFY_PROLOGUE_TILES, _large_rows, _whole, heads_per_program=_power_heads_up_to(2),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
     ),
     Region(
         "Drafts, a launch of their own for rows that fold.",

@@ -19,11 +19,9 @@ from ..runtime.abi import next_power_of_two, state_block
 from ..runtime.defaults import default_plan
 from ..runtime.plan import PLAN_ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
-from .regions import REGIONS
+from .regions import MAX_TILED_HEADS, REGIONS
 
 WARP_SIZE: Final = 32
-MAX_TILED_HEADS: Final = 4
-"""Heads of a group up to which a program's loop may go over row tiles."""
 
 
 @dataclass(frozen=True)

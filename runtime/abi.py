@@ -13,7 +13,7 @@ import functools
 from dataclasses import dataclass
 
 from .plan import PLAN_ROLES, Structure
-from .spec import Spec
+from .spec import DTYPE_BYTES, Spec
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def token_block(spec: Spec, structure: Structure) -> int:
 
 @dataclass(frozen=True)
 class Scratch:
-    """fp32 values that a kernel of coefficients leaves for the main one, of a row: group after group.
+    """fp32 values that coefficients leave for the loop that takes them, of a row: group after group.
 
     Of a group first what its heads share, then head after head; everything in the order of the fields, each
     part a multiple of four values.
@@ -197,7 +197,7 @@ class Scratch:
 
 @functools.cache
 def scratch(spec: Spec, structure: Structure) -> Scratch:
-    """Precomputed coefficients of ``structure``.
+    """Coefficients of ``structure`` that lie in memory.
 
     Of a step per head: the ring's weights, the decay of the old state, the weight of the new token and its
     decay. Where tokens are verified, see the family's template: scores of the ring's tokens with the new
@@ -219,12 +219,28 @@ def scratch(spec: Spec, structure: Structure) -> Scratch:
 
 
 def coefficient_heads(spec: Spec) -> int:
-    """Heads of a group whose coefficients one program of one warp works out, of tokens to verify.
+    """Heads of a group whose coefficients one program works out, of tokens to verify.
 
-    A power of two: as many as its registers hold. Not fewer than four: vectors over fewer heads and the
-    tokens lie so badly on its threads that most of its time goes into moving them (measured).
+    A power of two, fewer the more tokens there are. Not fewer than four: vectors over fewer heads and the
+    tokens lie so badly on threads that most of the time goes into moving them (measured).
     """
     return max(4, min(next_power_of_two(spec.heads_per_group), 64 // next_power_of_two(spec.num_tokens)))
+
+
+def coefficient_warps(spec: Spec) -> int:
+    """Warps of such a program: one, where its registers hold what is loaded at a time.
+
+    Sums over a few tokens then stay within the warp, and more programs wait for their loads at once. What is
+    loaded are the B of a ring and, for Mamba-2, the new x of all its heads; of more than eight tokens the
+    matrices between them count as much.
+    """
+    ring_bytes = ring_block(spec) * state_block(spec) * DTYPE_BYTES[spec.ring_dtype]
+    tokens = coefficient_heads(spec) * next_power_of_two(spec.num_tokens)
+    x_bytes = tokens * next_power_of_two(spec.head_dim) * DTYPE_BYTES[spec.activation_dtype]
+    if spec.family != "mamba2":
+        x_bytes = 0
+    warps = next_power_of_two(max(1, -(-ring_bytes // 4096), -(-x_bytes // 8192)))
+    return min(8, 2 * warps if spec.num_tokens > 8 else warps)
 
 
 def coefficient_programs(spec: Spec, heads: int) -> int:

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from .abi import (
     CONSTEXPRS,
     TensorArgument,
+    coefficient_warps,
     next_power_of_two,
     scalar_arguments,
     tensor_arguments,
@@ -147,8 +148,7 @@ def compile_kernel(
     unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled)
     stated = options(variant.tile)
     if spec.verifies and not tiled:
-        # One warp: sums over a few tokens stay within it, and more programs wait for their loads at once.
-        stated = options(Tile(1, 1))
+        stated = options(Tile(1, 1, num_warps=coefficient_warps(spec)))
     return compile_unit(unit, stated, target, f"{spec.key} {variant.key}")
 
 

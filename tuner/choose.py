@@ -99,10 +99,9 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     """Sort key, simplest plan first: launches, then structure, then what a tile asks for."""
     structures = [v.structure for v in plan.variants]
     tiles = [v.tile for v in plan.variants]
-    precomputed = sum(s.coefficients != "inline" for s in structures)
     return (
-        len(plan.variants) + precomputed,
-        precomputed,
+        sum(len(s.kernels) for s in structures),
+        sum(s.takes_scratch for s in structures),
         sum(s.route != "output_only" for s in structures),
         sum((s.readout, s.scores).count("dot") for s in structures),
         sum(s.loop != "heads" for s in structures),

@@ -205,7 +205,7 @@ def _record(
     models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
     tokens = sorted({work.spec.num_tokens for work in job.work if work.spec.op in ("step", "verify")})
     scope, name = ", ".join(models), f"{what}-{'-'.join(models)}"
-    if tokens != [1]:
+    if tokens not in ([], [1]):
         scope += f", T {', '.join(map(str, tokens))}"
         name += "".join(f"-t{number}" for number in tokens)
     of_run = {**totals, "scope": scope}

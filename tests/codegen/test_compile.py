@@ -25,6 +25,7 @@ from replayssm_tune.codegen.compile import (
 )
 from replayssm_tune.codegen.files import EmitError
 from replayssm_tune.codegen.pool import CompilePool
+from replayssm_tune.runtime.abi import state_block
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import CompileError, ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
@@ -237,6 +238,29 @@ def point(**tile):
 def reasons(*results, keep=None):
     kept, dropped = select(results, H200.limits, keep)
     return [r.variant for r in kept], {drop.variant: (drop.reason, drop.detail) for drop in dropped}
+
+
+def drafts(num_tokens, **changes):
+    return dataclasses.replace(SPEC, op="verify", num_tokens=num_tokens, **changes)
+
+
+def gdn_drafts(num_tokens, **changes):
+    layer = {"head_dim": 128, "heads_per_group": 2, "has_d": False, "qk_l2norm": True}
+    return drafts(num_tokens, family="gdn", **layer, **changes)
+
+
+@pytest.mark.parametrize("spec", [
+    drafts(4), drafts(8), drafts(16),
+    drafts(4, head_dim=80, heads_per_group=12), drafts(8, head_dim=128, heads_per_group=3),
+    drafts(4, head_dim=128, ring_dtype="fp32"), drafts(4, state_size=256), drafts(8, window=64),
+    gdn_drafts(4), gdn_drafts(8), gdn_drafts(16), gdn_drafts(8, ring_dtype="fp32"),
+], ids=lambda spec: spec.key)  # fmt: skip
+def test_coefficients_of_drafts_fit_in_registers(spec, cache_dir):
+    structure = Structure("nonflush", "precomputed", readout="dot", scores="dot")
+    variant = Variant(structure, Tile(64, state_block(spec), num_warps=2))
+    kernels = compile_variant(spec, variant, H200, cache_dir / "modules").kernels
+    (coefficients,) = (kernel for kernel in kernels if kernel.name == "coefficients")
+    assert coefficients.spills_bytes <= compile_module.MAX_SPILLS_BYTES
 
 
 def test_points_beyond_the_limits_are_dropped_with_their_figures():

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Spec, Structure, Tile]] = {
     "gdn": (GDN, Structure("both"), FOLDING),
     "gdn-rebuild": (GDN, Structure("both", route="rebuild"), FOLDING),
     "drafts": (drafts(STEP), Structure("both", "precomputed", **DOTS), FOLDING),
+    "drafts-prologue": (drafts(STEP), Structure("both", "prologue", **DOTS), Tile(32, 32, 16)),
     "gdn-drafts": (drafts(GDN), Structure("both", **DOTS), FOLDING),
     "gdn-drafts-inverse": (
         drafts(GDN),

@@ -35,17 +35,18 @@ def test_a_run_file_reads_back_as_it_was_recorded(tmp_path):
     tunes = [(name, run) for name, run in load_runs() if run["what"].startswith("tune")]
     assert tunes
     for name, run in tunes:
-        path = runfile.write_run(tmp_path, run)
-        assert path.name == name
+        path = runfile.write_run(tmp_path / name, run)
         assert json.loads(path.read_text(encoding="utf-8")) == run, name
 
 
 def test_a_run_file_is_never_written_over(tmp_path):
     runs = [
         {"gpu": "H200", "date": "2026-11-30", "what": "tune", "totals": {"tune_minutes": minutes}}
-        for minutes in (3.0, 2.0, 1.0)
+        for minutes in range(12, 0, -1)
     ]
     paths = [runfile.write_run(tmp_path, run) for run in runs]
-    assert [path.name for path in paths] == [f"2026-11-30-h200-tune{n}.json" for n in ("", "-2", "-3")]
+    assert [path.name for path in paths] == [
+        f"2026-11-30-h200-tune{n}.json" for n in ("", *(f"-{i}" for i in range(2, 13)))
+    ]
     (newest,) = select(derive([(path.name, json.loads(path.read_text())) for path in paths]), "tune_minutes")
     assert newest["value"] == 1.0
