@@ -204,8 +204,8 @@ class Lookup:
         reason = f"no table has a row for {spec.key} at effective batch {effective_batch} on {_gpu(gpu)}"
         if strict:
             raise DispatchError(
-                f"{reason}; tune it with 'replayssm-tune tune', point {TABLE_DIR_VARIABLE} to a table that "
-                "has it, or leave strict mode to run the default plan"
+                f"{reason}; tune it with '{spec.tune_command}', point {TABLE_DIR_VARIABLE} to a table "
+                "that has it, or leave strict mode to run the default plan"
             )
         alone = not self._chain(spec, gpu)
         return Found(self._default_plan(spec), None, f"{reason}: computed default plan", "default", alone)

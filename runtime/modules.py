@@ -75,7 +75,7 @@ def packaged(folder: Path) -> ModuleSource:
             return path
         names = (*parameters(spec, structure), *CONSTEXPRS)
         missing = f"this package has no kernel for {spec.key} ({structure.key})"
-        return _rendered(module_key(spec, structure), names, missing, _command(spec))
+        return _rendered(module_key(spec, structure), names, missing, f"add the shape: {spec.tune_command}")
 
     return find
 
@@ -138,14 +138,3 @@ def _renderer() -> Callable[[str, tuple[str, ...]], str | Path] | None:
             hint="repair or remove the installation of replayssm-tune",
         ) from error
     return render
-
-
-def _command(spec: Spec) -> str:
-    """The command that adds a spec; heads of one group on one GPU stand for all that share it."""
-    window = f" --buffer-len {spec.window}" if spec.window else ""
-    family = f"--family {spec.family} " if spec.family != "mamba2" else ""
-    return (
-        f"add the shape: replayssm-tune tune {family}--heads {spec.heads_per_group} "
-        f"--head-dim {spec.head_dim} --state-size {spec.state_size} --groups 1 --tp 1 "
-        f"--state-dtype {spec.state_dtype}{window}"
-    )

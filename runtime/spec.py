@@ -202,6 +202,18 @@ class Spec:
         return dataclasses.replace(self, op=op, window=0, ring_dtype=self.activation_dtype)
 
     @property
+    def tune_command(self) -> str:
+        """The command that tunes such a layer; heads of one group on one GPU stand for all that share it."""
+        family = f"--family {self.family} " if self.family != "mamba2" else ""
+        window = f" --buffer-len {self.window}" if self.window else ""
+        drafts = f" --drafts {self.num_tokens - 1}" if self.verifies else ""
+        return (
+            f"replayssm-tune tune {family}--heads {self.heads_per_group} --head-dim {self.head_dim} "
+            f"--state-size {self.state_size} --groups 1 --tp 1 --state-dtype {self.state_dtype}"
+            f"{window}{drafts}"
+        )
+
+    @property
     def native_step(self) -> Spec:
         """The ``native_step`` spec of the same layer: one token a step, whatever this one takes."""
         return dataclasses.replace(self.native, op="native_step", num_tokens=1)

@@ -132,6 +132,15 @@ def test_the_native_step_of_drafts_is_that_of_their_layer():
     assert drafts.native_step == drafts.native.native_step == step.native_step == step.native
 
 
+def test_the_command_that_tunes_a_layer_names_its_shape():
+    step = Spec("gdn", "step", 128, 128, 2, 32, state_dtype="bf16", has_d=False, qk_l2norm=True)
+    shape = "--family gdn --heads 2 --head-dim 128 --state-size 128 --groups 1 --tp 1 --state-dtype bf16"
+    assert step.tune_command == f"replayssm-tune tune {shape} --buffer-len 32"
+    drafts = dataclasses.replace(step, op="verify", num_tokens=4)
+    assert drafts.tune_command == f"{step.tune_command} --drafts 3"
+    assert drafts.native.tune_command == f"replayssm-tune tune {shape} --drafts 3"
+
+
 def test_another_solve_is_another_class_of_numerics():
     columns, inverse = (
         Structure("both", readout="dot", scores="dot", solve=s) for s in ("columns", "inverse")
