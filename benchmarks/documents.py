@@ -66,9 +66,9 @@ Steps = list[tuple[Cell, Times]]
 """Timed cells in order, each with its step times."""
 
 
-def _steps(records: Sequence[Record]) -> Steps:
+def _steps(records: Sequence[Record], claim: str = "step_time_us") -> Steps:
     cells: dict[str, tuple[Cell, Times]] = {}
-    for record in select(records, "step_time_us"):
+    for record in select(records, claim):
         cell = {k: v for k, v in record["cell"].items() if k != "kernel"}
         values = cells.setdefault(json.dumps(cell), (cell, {}))[1]
         values[record["cell"]["kernel"]] = record["value"]
@@ -112,10 +112,6 @@ def steps_region(records: Sequence[Record]) -> str:
 
 def materialize_region(records: Sequence[Record]) -> str:
     """What folding whole rings into states of other slots takes, of every timed cell."""
-    cells: dict[str, tuple[Cell, Times]] = {}
-    for record in select(records, "materialize_time_us"):
-        cell = {name: value for name, value in record["cell"].items() if name != "kernel"}
-        cells.setdefault(json.dumps(cell), (cell, {}))[1][record["cell"]["kernel"]] = record["value"]
     kernels = ("roof", "replay", "default")
     rows = [
         [
@@ -127,7 +123,7 @@ def materialize_region(records: Sequence[Record]) -> str:
             _ratio(times, "roof"),
             _ratio(times, "default"),
         ]
-        for cell, times in cells.values()
+        for cell, times in _steps(records, "materialize_time_us")
     ]
     header = ["GPU", "layer", "state", "effective batch", "roof, µs", "materialise, µs", "default, µs"]
     return _markdown([*header, "of roof", "vs default"], rows)

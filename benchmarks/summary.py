@@ -159,8 +159,8 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
             yield _record("mix_vs_native_steps", key, native_steps / mix, None, "1", True)
         if default is not None:
             yield _record("mix_vs_default", key, default / mix, None, "1", True)
-    steps = {"roof": roofs_us["mix"], "replay": mix, "native": native, "default": default}
-    steps["native steps"] = native_steps
+    steps = {"roof": roofs_us["mix"], "replay": mix, "native": native, "native steps": native_steps}
+    steps["default"] = default
     for kernel, value in steps.items():
         if value is not None:
             yield _record("step_time_us", {**key, "kernel": kernel}, value, None, "us", False)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.abi import coefficient_warps
+from ..runtime.abi import compiled_tile
 from ..runtime.errors import CompileError, ToolchainError
 from ..runtime.plan import Variant
 from ..runtime.spec import Spec
@@ -159,7 +159,7 @@ def _over_limits(result: Compiled, limits: Limits, *, is_default: bool) -> Drop 
     if result.status != "ok":
         return Drop(variant, result.status, result.reason)
     for kernel in result.kernels:
-        warps = _warps(result.spec, variant, kernel.name)
+        warps = compiled_tile(result.spec, variant, tiled=kernel.name == "step").num_warps
         registers = -(-kernel.registers // _REGISTER_UNIT) * _REGISTER_UNIT * 32 * warps
         if kernel.shared_bytes > limits.shared_bytes_per_block:
             detail = f"{kernel.shared_bytes} of {limits.shared_bytes_per_block} bytes"
@@ -169,10 +169,6 @@ def _over_limits(result: Compiled, limits: Limits, *, is_default: bool) -> Drop 
         if kernel.spills_bytes > MAX_SPILLS_BYTES and not is_default:
             return Drop(variant, "spills", f"{kernel.spills_bytes} bytes a thread")
     return None
-
-
-def _warps(spec: Spec, variant: Variant, kernel: str) -> int:
-    return coefficient_warps(spec) if spec.verifies and kernel != "step" else variant.tile.num_warps
 
 
 def _launch_identity(result: Compiled) -> tuple[object, ...]:

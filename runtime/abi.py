@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .plan import PLAN_ROLES, Structure
+from .plan import PLAN_ROLES, Structure, Tile, Variant
 from .spec import DTYPE_BYTES, Spec
 
 
@@ -236,11 +236,23 @@ def coefficient_warps(spec: Spec) -> int:
     """
     ring_bytes = ring_block(spec) * state_block(spec) * DTYPE_BYTES[spec.ring_dtype]
     tokens = coefficient_heads(spec) * next_power_of_two(spec.num_tokens)
-    x_bytes = tokens * next_power_of_two(spec.head_dim) * DTYPE_BYTES[spec.activation_dtype]
-    if spec.family != "mamba2":
-        x_bytes = 0
+    row_bytes = next_power_of_two(spec.head_dim) * DTYPE_BYTES[spec.activation_dtype]
+    x_bytes = tokens * row_bytes if spec.family == "mamba2" else 0
     warps = next_power_of_two(max(1, -(-ring_bytes // 4096), -(-x_bytes // 8192)))
     return min(8, 2 * warps if spec.num_tokens > 8 else warps)
+
+
+def compiled_tile(spec: Spec, variant: Variant, *, tiled: bool) -> Tile:
+    """Tile whose options a kernel compiles with: its variant's, or that of coefficients of drafts.
+
+    Args:
+        spec: What the kernel computes.
+        variant: The point that it belongs to.
+        tiled: Whether it is the main kernel, which takes the tile's numbers.
+    """
+    if tiled or not spec.verifies:
+        return variant.tile
+    return Tile(1, 1, num_warps=coefficient_warps(spec))
 
 
 def coefficient_programs(spec: Spec, heads: int) -> int:

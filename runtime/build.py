@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from .abi import (
     CONSTEXPRS,
     TensorArgument,
-    coefficient_warps,
+    compiled_tile,
     next_power_of_two,
     scalar_arguments,
     tensor_arguments,
@@ -146,9 +146,7 @@ def compile_kernel(
     """
     dtypes = dtypes or default_dtypes(spec, variant.structure)
     unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled)
-    stated = options(variant.tile)
-    if spec.verifies and not tiled:
-        stated = options(Tile(1, 1, num_warps=coefficient_warps(spec)))
+    stated = options(compiled_tile(spec, variant, tiled=tiled))
     return compile_unit(unit, stated, target, f"{spec.key} {variant.key}")
 
 
