@@ -142,6 +142,7 @@ _TILES_DOT: Final = MappingProxyType({"readout": "dot", "loop": "tiles"})
 _VERIFY: Final = MappingProxyType({"readout": "dot", "scores": "dot"})
 _VERIFY_AHEAD: Final = MappingProxyType({**_VERIFY, "coefficients": "precomputed"})
 _VERIFY_TILES: Final = MappingProxyType({**_VERIFY_AHEAD, "loop": "tiles"})
+_VERIFY_EARLY: Final = MappingProxyType({**_VERIFY, "load": "early"})
 _VERIFY_PROLOGUE: Final = MappingProxyType({**_VERIFY, "coefficients": "prologue"})
 _VERIFY_PROLOGUE_TILES: Final = MappingProxyType({**_VERIFY_PROLOGUE, "loop": "tiles"})
 _SCORES: Final = MappingProxyType({"scores": "dot"})
@@ -249,6 +250,11 @@ REGIONS: Final = (
     Region(
         "Drafts, few programs: one launch, small tiles.",
         ("both",), _VERIFY, _dot_rows, _whole, _columns(32, 128),
+        warps_stages=((1, 1), (2, 1), (4, 1)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, every load issued before the first is waited for.",
+        ("both",), _VERIFY_EARLY, _dot_rows, _whole, _whole,
         warps_stages=((1, 1), (2, 1), (4, 1)), ops=_DRAFTS,
     ),
     Region(

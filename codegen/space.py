@@ -96,7 +96,7 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     if spec.op == "verify":
         # Products with all tokens of a row at once are dots, or the tensor cores would idle.
         return structure.role in roles(spec) and structure == Structure(
-            structure.role, structure.coefficients, "output_only", "dot", "dot", "late", structure.loop,
+            structure.role, structure.coefficients, "output_only", "dot", "dot", structure.load, structure.loop,
             structure.solve,
         )  # fmt: skip
     keeps_rows = structure.role in ("both", "nonflush")
@@ -126,7 +126,8 @@ def _prologue(spec: Spec, variant: Variant) -> bool:
 def _early(spec: Spec, variant: Variant) -> bool:
     structure, tile = variant.structure, variant.tile
     return structure.load != "early" or (
-        (structure.coefficients, structure.readout) == ("inline", "elementwise")
+        (structure.coefficients, structure.readout) == ("inline", "dot" if spec.verifies else "elementwise")
+        and (structure.role == "both" or not spec.verifies)
         and (tile.heads_per_program, tile.num_stages) == (1, 1)
         and tile.fold_block_n in (0, state_block(spec))
     )
