@@ -130,7 +130,9 @@ def _dot_rows(spec: Spec) -> tuple[int, ...]:
     return tuple(p for p in (16, 32, 64) if p <= max(16, _whole_head(spec)))
 
 
+_STEP: Final = ("step",)
 _DRAFTS: Final = ("verify",)
+_COLUMNS_OPS: Final = ("step", "verify")
 _DOT: Final = MappingProxyType({"readout": "dot"})
 _EARLY: Final = MappingProxyType({"load": "early"})
 _LATE: Final[Mapping[str, str]] = MappingProxyType({})
@@ -139,12 +141,12 @@ _PRECOMPUTED_DOT: Final = MappingProxyType({"coefficients": "precomputed", "read
 _REBUILD: Final = MappingProxyType({"route": "rebuild"})
 _TILES: Final = MappingProxyType({"loop": "tiles"})
 _TILES_DOT: Final = MappingProxyType({"readout": "dot", "loop": "tiles"})
-_VERIFY: Final = MappingProxyType({"readout": "dot", "scores": "dot"})
-_VERIFY_AHEAD: Final = MappingProxyType({**_VERIFY, "coefficients": "precomputed"})
-_VERIFY_TILES: Final = MappingProxyType({**_VERIFY_AHEAD, "loop": "tiles"})
-_VERIFY_EARLY: Final = MappingProxyType({**_VERIFY, "load": "early"})
-_VERIFY_PROLOGUE: Final = MappingProxyType({**_VERIFY, "coefficients": "prologue"})
-_VERIFY_PROLOGUE_TILES: Final = MappingProxyType({**_VERIFY_PROLOGUE, "loop": "tiles"})
+_COLUMNS: Final = MappingProxyType({"readout": "dot", "scores": "dot"})
+_COLUMNS_AHEAD: Final = MappingProxyType({**_COLUMNS, "coefficients": "precomputed"})
+_COLUMNS_TILES: Final = MappingProxyType({**_COLUMNS_AHEAD, "loop": "tiles"})
+_COLUMNS_EARLY: Final = MappingProxyType({**_COLUMNS, "load": "early"})
+_COLUMNS_PROLOGUE: Final = MappingProxyType({**_COLUMNS, "coefficients": "prologue"})
+_COLUMNS_PROLOGUE_TILES: Final = MappingProxyType({**_COLUMNS_PROLOGUE, "loop": "tiles"})
 _SCORES: Final = MappingProxyType({"scores": "dot"})
 
 REGIONS: Final = (
@@ -167,6 +169,11 @@ REGIONS: Final = (
         "State through shared memory into the dot, several heads in flight.",
         ("both",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
         warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
+    ),
+    Region(
+        "As above, more programs at a time.",
+        ("both",), _DOT, _large_rows, _whole, _columns(64), _heads_up_to(4, 8),
+        warps_stages=((2, 2),), max_registers=(128, 168), ops=_STEP,
     ),
     Region(
         "Groups of few heads: the loop goes over row tiles too.",
@@ -248,69 +255,85 @@ REGIONS: Final = (
         warps_stages=((1, 1), (2, 1), (4, 1)),
     ),
     Region(
-        "Drafts, few programs: one launch, small tiles.",
-        ("both",), _VERIFY, _dot_rows, _whole, _columns(32, 128),
-        warps_stages=((1, 1), (2, 1), (4, 1)), ops=_DRAFTS,
+        "Few programs: one launch, small tiles.",
+        ("both",), _COLUMNS, _dot_rows, _whole, _columns(32, 128),
+        warps_stages=((1, 1), (2, 1)), ops=_DRAFTS,
     ),
     Region(
         "As above, every load issued before the first is waited for.",
-        ("both",), _VERIFY_EARLY, _dot_rows, _whole, _whole,
+        ("both",), _COLUMNS_EARLY, _dot_rows, _whole, _whole,
         warps_stages=((1, 1), (2, 1), (4, 1)), ops=_DRAFTS,
     ),
     Region(
-        "Drafts: coefficients by a kernel before, the state through shared memory, heads in flight.",
-        ("both",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+        "Coefficients by a kernel before, the state through shared memory, heads in flight; registers decide "
+        "how many programs.",
+        ("both",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
         "As above, the state leaves the cache to what the two kernels pass on.",
-        ("both",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32), _heads_up_to(4),
+        ("both",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(32), _heads_up_to(4),
         warps_stages=((2, 2),), evict_first=(True,), ops=_DRAFTS,
     ),
     Region(
-        "Drafts, groups of few heads: the loop goes over row tiles too.",
-        ("both",), _VERIFY_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2),
-        warps_stages=((2, 2), (4, 2)), evict_first=(False, True), ops=_DRAFTS,
+        "As above, groups of few heads: the loop goes over row tiles too.",
+        ("both",), _COLUMNS_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(2),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), evict_first=(False, True), ops=_DRAFTS,
     ),
     Region(
-        "Drafts: coefficients of a program's heads ahead of its loop.",
-        ("both",), _VERIFY_PROLOGUE, _whole_rows, _whole, _columns(32), _power_heads_up_to(4, 8, 16),
-        warps_stages=((2, 2), (2, 3), (4, 2), (4, 3)), ops=_DRAFTS,
+        "Coefficients of a program's heads ahead of its loop.",
+        ("both",), _COLUMNS_PROLOGUE, _whole_rows, _whole, _columns(32, 64), _power_heads_up_to(2, 4, 8, 16),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
-        "As above, groups of few heads.",
-        ("both",), _VERIFY_PROLOGUE_TILES, _large_rows, _whole, _columns(32), _power_heads_up_to(2),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+        "As above, more threads: large heads, or few programs.",
+        ("both",), _COLUMNS_PROLOGUE, _whole_rows, _whole, _columns(32), _power_heads_up_to(4, 8),
+        warps_stages=((4, 2), (4, 3)), ops=_DRAFTS,
     ),
     Region(
-        "Drafts, a launch of their own for rows that keep their state.",
-        ("nonflush",), _VERIFY_AHEAD, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+        "Coefficients of a program's heads ahead of its loop, groups of few heads.",
+        ("both",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _columns(32, 64), _power_heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
-        "As above, groups of few heads.",
-        ("nonflush",), _VERIFY_TILES, _large_rows, _whole, heads_per_program=_heads_up_to(1, 2),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
-    ),
-    Region(
-        "As above, coefficients ahead of the loop.",
-        ("nonflush",), _VERIFY_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(4, 8, 16),
-        warps_stages=((2, 2), (2, 3), (4, 2), (4, 3)), ops=_DRAFTS,
+        "One token as a column of products, coefficients ahead of the loop.",
+        ("both",), _COLUMNS_PROLOGUE, _whole_rows, _whole, _columns(32, 64), _power_heads_up_to(4, 16),
+        warps_stages=((2, 2),), max_registers=(0, 168), ops=_STEP,
     ),
     Region(
         "As above, groups of few heads.",
-        ("nonflush",), _VERIFY_PROLOGUE_TILES, _large_rows, _whole, heads_per_program=_power_heads_up_to(2),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+        ("both",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _columns(32, 64), _power_heads_up_to(2),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_STEP,
     ),
     Region(
-        "Drafts, a launch of their own for rows that fold.",
-        ("flush",), _VERIFY_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+        "A launch of their own for rows that keep their state.",
+        ("nonflush",), _COLUMNS_AHEAD, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
     ),
     Region(
         "As above, groups of few heads.",
-        ("flush",), _VERIFY_TILES, _large_rows, _whole, _columns(32), _heads_up_to(1, 2),
-        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
+        ("nonflush",), _COLUMNS_TILES, _large_rows, _whole, heads_per_program=_heads_up_to(2),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
+    ),
+    Region(
+        "A launch of their own for rows that keep their state, coefficients ahead of the loop.",
+        ("nonflush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(4, 8, 16),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 128, 168), ops=_COLUMNS_OPS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("nonflush",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, heads_per_program=_power_heads_up_to(2),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_COLUMNS_OPS,
+    ),
+    Region(
+        "A launch of their own for rows that fold.",
+        ("flush",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(4),
+        warps_stages=((1, 2), (2, 2), (4, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("flush",), _COLUMNS_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
     ),
 )  # fmt: skip
 """Where each role is searched. Widen a region, or add one, for a GPU that differs."""

@@ -17,6 +17,7 @@ from ..runtime.abi import (
     ring_block,
     scratch,
     state_block,
+    takes_tokens,
     token_block,
     token_rows,
 )
@@ -62,7 +63,6 @@ _READS: Final = {"mamba2": (("", "c", "c"),), "gdn": (("", "c", "c"), ("_k", "ke
 
 
 _TEMPLATES: Final = {
-    "verify": "verify.py.jinja",
     "native_step": "native_step.py.jinja",
     "native_verify": "native_verify.py.jinja",
     "materialize": "materialize.py.jinja",
@@ -77,7 +77,8 @@ def render(spec: Spec, structure: Structure) -> str:
     The same input gives the same bytes. The module defines ``step`` and, for precomputed
     coefficients, ``coefficients``; their parameters are those of :mod:`..runtime.abi`.
     """
-    template = _TEMPLATES.get(spec.op, "step.py.jinja")
+    by_columns = takes_tokens(spec, structure)
+    template = "verify.py.jinja" if by_columns else _TEMPLATES.get(spec.op, "step.py.jinja")
     n_block = state_block(spec)
     layout = scratch(spec, structure)
     source = (

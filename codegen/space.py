@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from ..runtime.abi import next_power_of_two, state_block
+from ..runtime.abi import next_power_of_two, state_block, takes_tokens
 from ..runtime.defaults import default_plan
 from ..runtime.plan import PLAN_ROLES, STRUCTURE_VALUES, Structure, Tile, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
@@ -65,7 +65,7 @@ AXES: Final = (
     Axis("heads_per_program", tuple(range(1, 17)), "heads of a group a program serves in turn"),
     Axis("num_warps", (1, 2, 4, 8), "warps of a program"),
     Axis("num_stages", (1, 2, 3, 4), "pipelining depth of the loop over heads"),
-    Axis("max_registers", (0, 168), "register cap per thread"),
+    Axis("max_registers", (0, 128, 168), "register cap per thread"),
     Axis("evict_first", (False, True), "state leaves the L2 first"),
 )
 """All axes, in the order of the records' fields."""
@@ -93,7 +93,7 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     if structure.solve != "columns" and (spec.op, spec.family) != ("verify", "gdn"):
         return False
-    if spec.op == "verify":
+    if takes_tokens(spec, structure):
         # Products with all tokens of a row at once are dots, or the tensor cores would idle.
         return structure.role in roles(spec) and structure == Structure(
             structure.role, structure.coefficients, "output_only", "dot", "dot", structure.load, structure.loop,
@@ -117,7 +117,7 @@ def _prologue(spec: Spec, variant: Variant) -> bool:
     """What a program leaves in memory only it may read: its heads are its own, whole."""
     structure, tile = variant.structure, variant.tile
     return structure.coefficients != "prologue" or (
-        spec.verifies
+        spec.op in ("step", "verify")
         and (structure.loop == "tiles" or tile.block_p >= spec.head_dim)
         and tile.heads_per_program == next_power_of_two(tile.heads_per_program)
     )
@@ -137,10 +137,10 @@ def _dot_readout(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     if structure.readout != "dot":
         return True
-    if spec.op == "verify":
+    if takes_tokens(spec, structure):
         # Whatever the dtypes are: those that a dot does not take as they come are widened.
         folded = variant.tile.fold_block_n >= 16 or not folds(structure)
-        return variant.tile.block_p >= 16 and variant.tile.block_n == state_block(spec) and folded
+        return variant.tile.block_p >= 16 and 16 <= variant.tile.block_n == state_block(spec) and folded
     if structure.load != "late" or state_block(spec) < 16 or variant.tile.block_p < 16:
         return False
     if not reads_old(structure):
@@ -156,7 +156,7 @@ def _dot_readout(spec: Spec, variant: Variant) -> bool:
 def _dot_scores(spec: Spec, variant: Variant) -> bool:
     return (
         variant.structure.scores != "dot"
-        or spec.op == "verify"
+        or takes_tokens(spec, variant.structure)
         or (
             DTYPE_BYTES[spec.ring_dtype] == 2
             and spec.ring_dtype == spec.activation_dtype
@@ -186,7 +186,7 @@ def _tiles(spec: Spec, variant: Variant) -> bool:
     structure = variant.structure
     return structure.loop == "heads" or (
         structure.load == "late"
-        and (structure.coefficients == "inline" or spec.verifies)
+        and (structure.coefficients == "inline" or takes_tokens(spec, structure))
         and spec.heads_per_group <= MAX_TILED_HEADS
         and variant.tile.block_p <= next_power_of_two(spec.head_dim)
     )
@@ -216,7 +216,7 @@ def _registers(spec: Spec, variant: Variant) -> bool:
 CONSTRAINTS: Final = (
     Constraint("axis of another role", _own_axes),
     Constraint("coefficients by a kernel of their own: Mamba-2", _precomputed),
-    Constraint("coefficients ahead of the loop: drafts, whole heads, a power of two of them", _prologue),
+    Constraint("coefficients ahead of the loop: whole heads, a power of two of them", _prologue),
     Constraint("early load: one head, inline, the whole state", _early),
     Constraint("read-out by dot: dtypes and whole rows", _dot_readout),
     Constraint("scores by dot: 16-bit ring", _dot_scores),

@@ -56,6 +56,14 @@ CONSTEXPRS = (
 """Tile arguments of every step kernel, in order."""
 
 
+def takes_tokens(spec: Spec, structure: Structure) -> bool:
+    """Whether a replay kernel takes the new tokens of a row as columns of products: that of drafts.
+
+    Its skeleton serves a single token too, where coefficients come ahead of the loop.
+    """
+    return spec.op == "verify" or structure.coefficients == "prologue"
+
+
 @functools.cache
 def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, ...]:
     """Tensors of the main kernel of ``structure``, in the order of its pointer arguments."""
@@ -79,10 +87,9 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
     if structure.role == "materialize":
         arguments += [TensorArgument(name, "i32", per_row=True) for name in ("destination", "prefix")]
         return (*arguments, *([TensorArgument("a", "fp32")] if spec.family == "mamba2" else []))
-    outer = "row"
+    outer = "token" if spec.verifies or takes_tokens(spec, structure) else "row"
     if spec.verifies:
         arguments.append(TensorArgument("query_start", "i32"))
-        outer = "token"
     arguments += [
         TensorArgument("x", activation, (outer, "head"), True),
         TensorArgument("dt", activation, (outer,)),
@@ -100,7 +107,7 @@ def tensor_arguments(spec: Spec, structure: Structure) -> tuple[TensorArgument, 
         arguments.append(TensorArgument("dt_bias", "fp32"))
     arguments.append(TensorArgument("out", activation, (outer, "head"), True))
     if structure.takes_scratch:
-        arguments.append(TensorArgument("scratch", "fp32", ("row",), spec.verifies))
+        arguments.append(TensorArgument("scratch", "fp32", ("row",), takes_tokens(spec, structure)))
     return tuple(arguments)
 
 
@@ -199,11 +206,11 @@ class Scratch:
 def scratch(spec: Spec, structure: Structure) -> Scratch:
     """Coefficients of ``structure`` that lie in memory.
 
-    Of a step per head: the ring's weights, the decay of the old state, the weight of the new token and its
-    decay. Where tokens are verified, see the family's template: scores of the ring's tokens with the new
-    ones are shared, and a head has matrices and columns of the new tokens, its ring weights and decay.
+    Of a single token per head: the ring's weights, the decay of the old state, the weight of the new token
+    and its decay. Where tokens are columns, see the family's template: scores of the ring's tokens with the
+    new ones are shared, and a head has matrices and columns of the new tokens, its ring weights and decay.
     """
-    if not spec.verifies:
+    if not takes_tokens(spec, structure):
         return Scratch((), (("weight", ring_block(spec)), ("decay", 1), ("new", 1), ("token_decay", 1)))
     columns, ring = token_block(spec, structure), ring_block(spec)
     reads, matrices, vectors = (1, 1, 1) if spec.family == "mamba2" else (2, 2, 3)

@@ -253,7 +253,7 @@ def gdn_drafts(num_tokens, **changes):
     drafts(4), drafts(8), drafts(16),
     drafts(4, head_dim=80, heads_per_group=12), drafts(8, head_dim=128, heads_per_group=3),
     drafts(4, head_dim=128, ring_dtype="fp32"), drafts(4, state_size=256), drafts(8, window=64),
-    gdn_drafts(4), gdn_drafts(8), gdn_drafts(16), gdn_drafts(8, ring_dtype="fp32"),
+    gdn_drafts(4), gdn_drafts(8), gdn_drafts(16), gdn_drafts(4, ring_dtype="fp32"),
 ], ids=lambda spec: spec.key)  # fmt: skip
 def test_coefficients_of_drafts_fit_in_registers(spec, cache_dir):
     structure = Structure("nonflush", "precomputed", readout="dot", scores="dot")

@@ -57,6 +57,11 @@ CASES = {
     "native_verify_odd": (replace(ODD.native, op="native_verify", num_tokens=4), Structure("native")),
     "gdn_native_verify": (replace(GDN.native, op="native_verify", num_tokens=4), Structure("native")),
     "gdn_materialize": (GDN.materialize, Structure("materialize")),
+    "gdn_both_prologue_tiles": (
+        GDN,
+        Structure("both", "prologue", readout="dot", scores="dot", loop="tiles"),
+    ),
+    "verify_both_early": (VERIFY, Structure("both", readout="dot", scores="dot", load="early")),
     "verify_both_prologue": (VERIFY, Structure("both", "prologue", readout="dot", scores="dot")),
     "verify_both": (VERIFY, Structure("both", readout="dot", scores="dot")),
     "verify_flush_ahead_odd": (VERIFY_ODD, Structure("flush", "precomputed", readout="dot", scores="dot")),

@@ -96,6 +96,7 @@ def test_the_order_never_changes():
     "both.precomputed.output_only.dot.elementwise.late/p32.n128.f64.h4.w1.s2.r0.e0",
     "nonflush.inline.output_only.elementwise.elementwise.late/p64.n32.f0.h1.w1.s1.r0.e0",
     "nonflush.inline.output_only.dot.elementwise.late/p64.n128.f0.h4.w2.s2.r0.e0",
+    "nonflush.prologue.output_only.dot.dot.late/p64.n128.f0.h16.w2.s2.r128.e0",
     "flush.inline.output_only.dot.elementwise.late/p64.n128.f64.h8.w4.s3.r0.e0",
     "flush.inline.output_only.elementwise.elementwise.early/p32.n32.f128.h1.w2.s1.r0.e0",
     "native.inline.output_only.elementwise.elementwise.late/p16.n128.f0.h1.w1.s1.r0.e0",
@@ -107,6 +108,8 @@ def test_points_that_won_on_an_h200_are_in(key):
 
 
 @pytest.mark.parametrize("key", [
+    "both.prologue.output_only.dot.dot.late.tiles/p32.n128.f32.h2.w1.s2.r0.e0",
+    "both.prologue.output_only.dot.dot.late.tiles/p64.n128.f32.h2.w2.s2.r168.e0",
     "both.inline.output_only.dot.elementwise.late.tiles/p64.n128.f32.h2.w2.s2.r0.e0",
     "both.inline.output_only.dot.elementwise.late.tiles/p32.n128.f32.h2.w1.s2.r0.e0",
     "both.inline.output_only.dot.elementwise.late/p32.n128.f32.h2.w2.s2.r0.e0",
@@ -115,6 +118,21 @@ def test_points_that_won_on_an_h200_are_in(key):
 ])  # fmt: skip
 def test_points_of_gdn_that_won_on_an_h200_are_in(key):
     assert Variant.parse(key) in points(GDN, "both").variants
+
+
+@pytest.mark.parametrize(("spec", "key"), [
+    (SPEC, "both.inline.output_only.dot.dot.early/p64.n128.f128.h1.w4.s1.r0.e0"),
+    (SPEC, "both.prologue.output_only.dot.dot.late/p64.n128.f64.h16.w2.s2.r168.e0"),
+    (SPEC, "both.precomputed.output_only.dot.dot.late/p64.n128.f64.h4.w2.s2.r168.e0"),
+    (SPEC, "nonflush.prologue.output_only.dot.dot.late/p64.n128.f0.h4.w1.s2.r0.e0"),
+    (GDN, "both.inline.output_only.dot.dot.early/p16.n128.f128.h1.w2.s1.r0.e0"),
+    (GDN, "both.prologue.output_only.dot.dot.late.tiles/p32.n128.f32.h2.w1.s2.r0.e0"),
+    (GDN, "both.precomputed.output_only.dot.dot.late.tiles/p32.n128.f32.h2.w1.s2.r0.e0"),
+    (GDN, "nonflush.prologue.output_only.dot.dot.late.tiles/p32.n128.f0.h2.w1.s2.r0.e0"),
+])  # fmt: skip
+def test_points_of_drafts_that_won_on_an_h200_are_in(spec, key):
+    variant = Variant.parse(key)
+    assert variant in points(dataclasses.replace(spec, op="verify", num_tokens=4), variant.structure.role).variants
 
 
 def broken(structure, spec=SPEC, **tile):
@@ -135,6 +153,7 @@ def test_every_constraint_rejects_what_it_names():
         broken(Structure("both", scores="dot", route="rebuild"), fold_block_n=64),
         broken(Structure("both", "precomputed"), GDN, fold_block_n=64),
         broken(Structure("both", "prologue"), fold_block_n=64),
+        broken(Structure("both", "prologue", **by_dots), block_p=32, fold_block_n=64),
         broken(Structure("nonflush", "prologue", **by_dots), drafts, block_p=32),
         broken(Structure("nonflush", "prologue", **by_dots, loop="tiles"), of_three, heads_per_program=3),
         broken(Structure("nonflush", load="early"), heads_per_program=2),
@@ -160,7 +179,7 @@ def test_every_constraint_rejects_what_it_names():
     ]
     names = [constraint.name for constraint in CONSTRAINTS]
     assert [names.index(name) for name in found] == [
-        0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 6, 7, 7, 7, 7, 8, 9, 9, 9, 10, 10, 11, 11,
+        0, 0, 0, 1, 0, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 6, 7, 7, 7, 7, 8, 9, 9, 9, 10, 10, 11, 11,
     ]  # fmt: skip
 
 
@@ -174,12 +193,16 @@ def test_a_fold_in_the_dot_asks_nothing_of_the_activation():
     assert broken(Structure("flush", readout="dot"), wide, fold_block_n=64) == ""
 
 
-def test_without_16_bit_activations_no_output_is_read_by_dot():
+def test_without_16_bit_activations_only_products_of_columns_are_dots():
     wide = dataclasses.replace(SPEC, activation_dtype="fp32", ring_dtype="fp32")
     for role in ("both", "nonflush"):
         found = points(wide, role)
-        assert {v.structure.readout for v in found.variants} == {"elementwise"}
-        assert {v.structure.scores for v in found.variants} == {"elementwise"}
+        by_dot = {
+            v.structure.coefficients
+            for v in found.variants
+            if "dot" in (v.structure.readout, v.structure.scores)
+        }
+        assert by_dot == {"prologue"}
         assert found.rejected["read-out by dot: dtypes and whole rows"] > 0
         assert role != "both" or found.rejected["scores by dot: 16-bit ring"] > 0
 
