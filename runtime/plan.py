@@ -50,8 +50,8 @@ class Structure:
 
     role: str
     coefficients: str = "inline"
-    """``inline``, head by head; ``precomputed`` by a small kernel launched before; ``prologue``, for drafts,
-    by the program itself, of all its heads at once ahead of its loop."""
+    """``inline``, head by head; ``precomputed`` by a small kernel launched before; ``prologue`` by the
+    program itself, of all its heads at once ahead of its loop: the skeleton of drafts, for one token too."""
     route: str = "output_only"
     """Non-flush rows: ``output_only`` reads old state and ring; ``rebuild`` forms the new state."""
     readout: str = "elementwise"

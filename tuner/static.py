@@ -182,7 +182,7 @@ def _is_promising(spec: Spec, variant: Variant) -> bool:
     if structure.role == "native":
         return tile.block_n >= 64 and tile.num_warps <= 2
     if spec.verifies:
-        return True  # few points, none of which has been compared with the others
+        return not tile.max_registers  # few points, none of which has been compared with the others
     if structure.route == "rebuild":
         return spec.family == "gdn"  # few points, and its default is one of them
     if structure != Structure("both", load=structure.load, readout=structure.readout, loop=structure.loop):
@@ -190,7 +190,7 @@ def _is_promising(spec: Spec, variant: Variant) -> bool:
     if structure.load == "early":
         return tile.block_p >= 4 and tile.num_warps <= 4 and tile.evict_first
     if structure.readout == "dot":
-        return tile.num_warps <= 2
+        return tile.num_warps <= 2 and not tile.max_registers
     pipelined = tile.num_stages > 1
     return not tile.max_registers and tile.heads_per_program != 2 and pipelined == (tile.num_warps > 1)
 

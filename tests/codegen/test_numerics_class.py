@@ -36,6 +36,7 @@ CASES: dict[str, tuple[Spec, Structure, Tile]] = {
     "flush": (STEP, Structure("flush", readout="dot"), FOLDING),
     "gdn": (GDN, Structure("both"), FOLDING),
     "gdn-rebuild": (GDN, Structure("both", route="rebuild"), FOLDING),
+    "prologue": (STEP, Structure("both", "prologue", **DOTS), Tile(32, 32, 16)),
     "drafts": (drafts(STEP), Structure("both", "precomputed", **DOTS), FOLDING),
     "drafts-prologue": (drafts(STEP), Structure("both", "prologue", **DOTS), Tile(32, 32, 16)),
     "gdn-drafts": (drafts(GDN), Structure("both", **DOTS), FOLDING),

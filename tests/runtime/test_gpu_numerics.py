@@ -202,6 +202,19 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
         both(Tile(16, 64, 32, heads_per_program=2, num_warps=2, num_stages=2), readout="dot"),
     ),
     "gdn-tiles": (SMALL_GDN, both(Tile(16, 64, 32, heads_per_program=2), loop="tiles")),
+    "prologue": (
+        SMALL,
+        both(Tile(64, 64, 32, heads_per_program=2, num_stages=2), coefficients="prologue", **BY_DOTS),
+    ),
+    "gdn-prologue": (
+        SMALL_GDN,
+        both(
+            Tile(16, 64, 32, heads_per_program=2, num_stages=2, max_registers=168),
+            coefficients="prologue",
+            loop="tiles",
+            **BY_DOTS,
+        ),
+    ),
     "gdn-two-launches": (
         SMALL_GDN,
         plan((Structure("nonflush"), Tile(16, 32)), (Structure("flush", readout="dot"), Tile(16, 64, 32))),
@@ -209,6 +222,8 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
     "gdn-native": (SMALL_GDN.native, plan((Structure("native"), Tile(16, 32)))),
     "gdn-odd": (GDN_ODD, both(Tile(16, 128, 64))),
     "drafts": (drafts(SMALL), both(Tile(64, 64, 32, num_warps=2), **BY_DOTS)),
+    "drafts-early": (drafts(SMALL), both(Tile(32, 64, 64), load="early", **BY_DOTS)),
+    "gdn-drafts-early": (drafts(SMALL_GDN, 8), both(Tile(16, 64, 64, num_warps=2), load="early", **BY_DOTS)),
     "drafts-precomputed": (
         drafts(SMALL),
         both(Tile(16, 64, 64, heads_per_program=2, num_warps=2), coefficients="precomputed", **BY_DOTS),
