@@ -95,10 +95,8 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
         return False
     if takes_tokens(spec, structure):
         # Products with all tokens of a row at once are dots, or the tensor cores would idle.
-        return structure.role in roles(spec) and structure == Structure(
-            structure.role, structure.coefficients, "output_only", "dot", "dot", structure.load, structure.loop,
-            structure.solve,
-        )  # fmt: skip
+        fixed = dataclasses.replace(structure, route="output_only", readout="dot", scores="dot")
+        return structure.role in roles(spec) and structure == fixed
     keeps_rows = structure.role in ("both", "nonflush")
     return (
         structure.role in roles(spec)

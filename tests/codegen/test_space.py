@@ -132,7 +132,10 @@ def test_points_of_gdn_that_won_on_an_h200_are_in(key):
 ])  # fmt: skip
 def test_points_of_drafts_that_won_on_an_h200_are_in(spec, key):
     variant = Variant.parse(key)
-    assert variant in points(dataclasses.replace(spec, op="verify", num_tokens=4), variant.structure.role).variants
+    assert (
+        variant
+        in points(dataclasses.replace(spec, op="verify", num_tokens=4), variant.structure.role).variants
+    )
 
 
 def broken(structure, spec=SPEC, **tile):
