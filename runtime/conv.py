@@ -27,13 +27,11 @@ from .checks import (
     refuse_non_tensors,
 )
 from .contracts import CONV_SEED, CONV_STEP, Contract
+from .conv_tiles import WIDTHS as WIDTHS
 from .errors import ArgumentError
 from .operators import CursorOperator, StepOperator, cuda_index, late
 from .rows import live_cursors, live_rows, new_tokens
 from .spec import MAX_WINDOW
-
-WIDTHS: Final = (2, 3, 4)
-"""Inputs that an output is made of, itself included."""
 
 
 def conv_step(

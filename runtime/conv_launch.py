@@ -1,4 +1,4 @@
-"""CUDA implementations of the convolution's ops: choose a tile, compile once, launch.
+"""CUDA implementations of the convolution's ops: look the tile up, compile once, launch.
 
 Kernels are compiled ahead of their launch from dtypes and constants alone, as those of steps are (see
 :mod:`.build`): strides and sizes are run-time arguments, and there is one compilation for pointers,
@@ -16,23 +16,20 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from .abi import TensorArgument, next_power_of_two
+from .abi import TensorArgument
 from .build import ALIGNMENT_BYTES, compile_unit, typed
 from .compiled import Launch, interpret, loaded
 from .contracts import CONV_SEED, CONV_STEP, Contract
 from .conv import ConvSignature
+from .conv_lookup import find_tile
+from .conv_tiles import ConvSpec, ConvTile, default_tile, effective_batch
 from .dtypes import DTYPE_NAMES
-from .launch import Launcher
+from .launch import Launcher, gpu_info
+from .lookup import announce, default_lookup
 from .modules import CONVOLUTION, load_module, shared_path
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
-
-TILES: Final = ((4096, 512, 4), (1024, 256, 2), (0, 128, 1))
-"""Least rows x blocks of 128 channels, channels of a program, its warps. Chosen by hand, never tuned."""
-
-_VALUES_PER_WARP: Final = 1024
-"""Tokens x channels a warp holds at most: 32 values a thread."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,12 @@ SEED: Final = Kernel(
 )
 
 
-def tile(rows: int, channels: int, tokens: int) -> tuple[int, int]:
-    """Channels of a program and its warps, for rows of so many tokens (a power of two)."""
-    programs = rows * -(-channels // 128)
-    block, warps = next((block, warps) for least, block, warps in TILES if programs >= least)
-    return max(16, min(block, _VALUES_PER_WARP * warps // tokens)), warps
+@functools.cache
+def tile_for(spec: ConvSpec, batch: int, device_index: int) -> ConvTile:
+    """The tile that serves an effective batch, announced once."""
+    found = find_tile(default_lookup(), spec, batch, gpu_info(device_index))
+    announce(found.reason)
+    return found.tile
 
 
 @dataclass(frozen=True)
@@ -142,15 +140,30 @@ def prepare(signature: ConvSignature, device_index: int) -> Launcher:
 
 
 def _step_launcher(signature: ConvSignature, device_index: int) -> _ConvLauncher:
-    channels, capacity, width, tokens = (
-        signature.sizes[dim] for dim in ("channels", "capacity", "width", "tokens")
-    )
-    rows = signature.rows
-    token_block = next_power_of_two(signature.num_tokens)
-    block, warps = tile(rows, channels, token_block)
-    choice = Choice((signature.num_tokens, token_block, width, signature.silu, block), warps)
+    spec, channels = conv_spec(signature), signature.sizes["channels"]
+    tile = tile_for(spec, effective_batch(signature.rows, channels), device_index)
+    return tiled_launcher(signature, tile, device_index)
+
+
+def conv_spec(signature: ConvSignature) -> ConvSpec:
+    """What the tile of a call of ``conv_step`` is looked up by."""
+    dtypes = (signature.dtypes[name] for name in ("x", "ring", "weight"))
+    return ConvSpec(signature.sizes["width"], signature.num_tokens, *dtypes)
+
+
+def tiled_launcher(signature: ConvSignature, tile: ConvTile, device_index: int) -> _ConvLauncher:
+    """What launches calls of ``conv_step`` with ``signature`` by a given tile: serving and tuning alike."""
+    channels, capacity, tokens = (signature.sizes[dim] for dim in ("channels", "capacity", "tokens"))
+    choice = step_choice(conv_spec(signature), tile, signature.silu)
     scalars = (channels, capacity, tokens)
-    return _ConvLauncher(STEP, choice, signature.strides, signature.dtypes, rows, scalars, device_index)
+    return _ConvLauncher(
+        STEP, choice, signature.strides, signature.dtypes, signature.rows, scalars, device_index
+    )
+
+
+def step_choice(spec: ConvSpec, tile: ConvTile, silu: bool) -> Choice:
+    """What the kernel of ``conv_step`` is compiled for."""
+    return Choice((spec.num_tokens, spec.token_block, spec.width, silu, tile.block), tile.num_warps)
 
 
 def launch_conv_seed(
@@ -169,11 +182,11 @@ def launch_conv_seed(
 
 def _seed_launcher(tensors: tuple[Tensor, ...], device_index: int) -> _ConvLauncher:
     (rows, length, channels), capacity = tensors[0].shape, tensors[1].shape[1]
-    block, warps = tile(rows, channels, 1)
+    tile = default_tile(effective_batch(rows, channels), 1)
     given = dict(zip(CONV_SEED.names, tensors, strict=True))
     strides = {name: tensor.stride() for name, tensor in given.items()}
     dtypes = {name: DTYPE_NAMES[tensor.dtype] for name, tensor in given.items()}
-    choice = Choice((length, block), warps)
+    choice = Choice((length, tile.block), tile.num_warps)
     return _ConvLauncher(SEED, choice, strides, dtypes, rows, (channels, capacity), device_index)
 
 

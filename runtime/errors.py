@@ -36,6 +36,16 @@ class TableError(ReplayError, ValueError):
     """A dispatch table that cannot be read: unknown schema, malformed row, missing provenance."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Refuse a record of a table.
+
+    Raises:
+        TableError: The condition does not hold.
+    """
+    if not condition:
+        raise TableError(message)
+
+
 class DispatchError(ReplayError, LookupError):
     """No kernel can be served for a call (strict mode, or a slim package without the shape)."""
 

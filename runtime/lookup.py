@@ -94,6 +94,21 @@ def nearest(effective_batch: int, candidates: Sequence[int]) -> int:
     return low if effective_batch * effective_batch <= low * high else high
 
 
+def within_reach(effective_batch: int, batches: Sequence[int], timed: bool) -> bool:
+    """Whether the row of the nearest of ``batches``, which ascend, serves ``effective_batch``.
+
+    Beyond the ends only a ``timed`` row does, and the winner of a small batch only nearby.
+    """
+    first, last = batches[0], batches[-1]
+    if first <= effective_batch <= last:
+        return True
+    if _cell(effective_batch) == _cell(nearest(effective_batch, batches)):
+        return True
+    if effective_batch > last:
+        return timed and (last >= FINE_LIMIT or effective_batch <= REACH * last)
+    return timed and effective_batch * REACH >= first
+
+
 @dataclass(frozen=True)
 class Found:
     """What a look-up serves."""
@@ -139,17 +154,8 @@ class _Series:
     def pick(self, effective_batch: int) -> Row | None:
         """The nearest row, or None where it does not reach."""
         row = self.rows[bisect.bisect_left(self.batches, nearest(effective_batch, self.batches))]
-        first, last = self.batches[0], self.batches[-1]
-        if self.invariant:
-            return row
-        if first <= effective_batch <= last or _cell(effective_batch) == _cell(row.effective_batch):
-            return row
-        # Beyond the ends only a timed row serves, and the winner of a small batch only nearby.
-        if row.source != "measured":
-            return None
-        if effective_batch > last:
-            return row if last >= FINE_LIMIT or effective_batch <= REACH * last else None
-        return row if effective_batch * REACH >= first else None
+        near = self.invariant or within_reach(effective_batch, self.batches, row.source == "measured")
+        return row if near else None
 
 
 @dataclass(frozen=True)
@@ -181,14 +187,16 @@ class Lookup:
         default_plan: Callable[[Spec], Plan] = default_plan,
         is_stale: Callable[[Row], bool] | None = None,
     ) -> None:
+        groups = ((user_tables, True), (tables, False))
+        self.tables = tuple((table, user) for group, user in groups for table in group)
+        """Every table with whether it is the user's, in the order they are looked at."""
         self._default_plan = default_plan
         self._is_stale = is_stale
         self._series: dict[Spec, list[_Series]] = {}
         self._neighbours: dict[Spec, list[Spec]] = {}
         self._chains: dict[tuple[Spec, GpuInfo], tuple[_Link, ...]] = {}
-        for user, group in ((True, user_tables), (False, tables)):
-            for table in group:
-                self._add(table, user)
+        for table, user in self.tables:
+            self._add(table, user)
 
     def find(self, spec: Spec, effective_batch: int, gpu: GpuInfo, strict: bool = False) -> Found:
         """The plan for ``effective_batch`` (sequences x heads) of ``spec`` on ``gpu``.
@@ -289,16 +297,7 @@ class Lookup:
         made = {"measured": "measured on", "static": "chosen by analysis for"}.get(
             row.source, "transferred to"
         )
-        theirs = link.series.gpu
-        parts = [f"{made} {theirs.name}"]
-        if link.step == "user":
-            parts[0] = f"user's table: {parts[0]}"
-        elif link.step == "sister":
-            parts[0] += f", of the same capability and SM count ({theirs.sm_count}) as {gpu.name}"
-        elif link.step == "architecture":
-            parts[0] += (
-                f", of the same architecture as {gpu.name} ({theirs.sm_count} SMs against {gpu.sm_count})"
-            )
+        parts = [whose(made, link.step, link.series.gpu, gpu)]
         if row.source == "transferred":
             parts.append(f"not timed, from {row.origin}")
         if row.effective_batch != effective_batch:
@@ -397,14 +396,31 @@ def _without_options(spec: Spec) -> Spec:
     )
 
 
+def whose(made: str, step: str, theirs: GpuInfo, gpu: GpuInfo) -> str:
+    """What a reason begins with: how a row was ``made`` and on which GPU, seen from ``gpu``, which asks."""
+    if step == "user":
+        return f"user's table: {made} {theirs.name}"
+    if step == "sister":
+        return f"{made} {theirs.name}, of the same capability and SM count ({theirs.sm_count}) as {gpu.name}"
+    if step == "architecture":
+        counts = f"({theirs.sm_count} SMs against {gpu.sm_count})"
+        return f"{made} {theirs.name}, of the same architecture as {gpu.name} {counts}"
+    return f"{made} {theirs.name}"
+
+
 def _step(series: _Series, relation: Relation) -> str | None:
     """The step at which a GPU reaches the series, or None."""
     # Analysis does not hide what was measured, unless the user asked for one class at all batches.
-    asked_for = series.user and (series.invariant or not series.static)
-    if relation.alike and asked_for and not relation.other_model:
+    step = measured_step(relation, series.user)
+    if not series.static or (step == "user" and series.invariant):
+        return step
+    return "static" if relation.alike else None
+
+
+def measured_step(relation: Relation, user: bool) -> str | None:
+    """The step at which a GPU reaches measured rows of a table that is the ``user``'s or not, or None."""
+    if relation.alike and user and not relation.other_model:
         return "user"
-    if series.static:
-        return "static" if relation.alike else None
     if relation.alike:
         return "sister" if relation.other_model else "measured"
     return "architecture" if relation.same_architecture else None

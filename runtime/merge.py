@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from .errors import require
 from .spec import Spec
-from .table import GpuInfo, Row, Table, gpu_slug, require
+from .table import GpuInfo, Row, Table, gpu_slug
 
 _RANK: Final = {"static": 0, "transferred": 1, "measured": 2}
 """What wins over what, by the source of a row."""
@@ -17,9 +18,10 @@ def merge(tables: Iterable[Table]) -> Table:
     """One table of the rows of several tables of one GPU.
 
     Where two tables have a row for the same key, a measured row wins over a transferred one and
-    that over a static one; among equals the later table wins. The row of a spec that wins over all others of
-    it decides whether its rows are batch-invariant: if they are, rows of other numerics classes and those
-    that did not promise one are left out; if not, the others promise nothing any more. The last measured
+    that over a static one; among equals the later table wins, and so for tiles of the convolution. The row
+    of a spec that wins over all others of it decides whether its rows are batch-invariant: if they are, rows
+    of other numerics classes and those that did not promise one are left out; if not, the others promise
+    nothing any more. The last measured
     table (the last one if none is measured) gives the header; rows made with other versions or on another
     day say so.
 
@@ -52,7 +54,8 @@ def merge(tables: Iterable[Table]) -> Table:
             held = rows.get(row.key)
             if held is None or _RANK[row.source] >= _RANK[held.source]:
                 rows[row.key] = _with_provenance(row, table, header)
-    return replace(header, rows=tuple(rows.values()))
+    convolutions = {row.key: row for table in tables for row in table.convolutions}
+    return replace(header, rows=tuple(rows.values()), convolutions=tuple(convolutions.values()))
 
 
 def _identity(gpu: GpuInfo) -> tuple[object, ...]:

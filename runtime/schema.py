@@ -24,6 +24,7 @@ _SCALARS = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _ENUMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("Table", "source"): SOURCES[:2],
     ("Row", "source"): SOURCES,
+    **{("ConvSpec", f"{name}_dtype"): tuple(DTYPE_BYTES) for name in ("activation", "ring", "weight")},
     ("Spec", "family"): FAMILIES,
     ("Spec", "op"): OPS,
     **{("Spec", f"{name}_dtype"): tuple(DTYPE_BYTES) for name in ("activation", "state", "ring")},

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from .codec import decode, encode, json_text
-from .errors import SpecError, TableError
+from .conv_tiles import ConvRow
+from .errors import SpecError, TableError, require
 from .plan import PLAN_ROLES, Plan, Structure, Tile, Variant
 from .spec import Spec
 
@@ -190,6 +191,8 @@ class Table:
     date: str
     """ISO date of the newest row."""
     rows: tuple[Row, ...]
+    convolutions: tuple[ConvRow, ...] = ()
+    """Tiles of the convolution that were timed on this GPU; where there is none, a rule serves."""
 
     def __post_init__(self) -> None:
         _one_of("source", self.source, SOURCES[:2])
@@ -204,8 +207,12 @@ class Table:
                 before.key != after.key,
                 f"two rows for {after.spec.key} at effective batch {after.effective_batch}",
             )
+        by_key = {row.key: row for row in self.convolutions}
+        require(len(by_key) == len(self.convolutions), "two rows for one convolution and effective batch")
+        object.__setattr__(self, "convolutions", tuple(by_key[key] for key in sorted(by_key)))
         if self.source == "static":
-            require(all(r.source != "measured" for r in self.rows), "a static table holds measured rows")
+            timed = bool(self.convolutions) or any(r.source == "measured" for r in self.rows)
+            require(not timed, "a static table holds measured rows")
         for spec, group in itertools.groupby(self.rows, key=lambda row: row.spec):
             promises = {(row.batch_invariant, row.batch_invariant and row.plan.numerics) for row in group}
             require(
@@ -255,11 +262,14 @@ def loads(text: str, where: str = "table") -> Table:
 
 def dumps(table: Table) -> str:
     """JSON text of ``table``: the same table gives the same bytes."""
-    header = {"schema_version": SCHEMA_VERSION, **encode(replace(table, rows=()))}
-    del header["rows"]
+    header = {"schema_version": SCHEMA_VERSION, **encode(replace(table, rows=(), convolutions=()))}
+    del header["rows"], header["convolutions"]
     head = ",\n".join(f"  {json_text(name)}: {json_text(value)}" for name, value in sorted(header.items()))
     rows = ",\n".join(_row_text(row) for row in table.rows)
-    return f'{{\n{head},\n  "rows": [{rows and chr(10) + rows + chr(10) + "  "}]\n}}\n'
+    tail = ",\n".join(f"    {json_text(encode(row))}" for row in table.convolutions)
+    if tail:  # said where there are some, so that older versions read all other tables
+        tail = f',\n  "convolutions": [\n{tail}\n  ]'
+    return f'{{\n{head},\n  "rows": [{rows and chr(10) + rows + chr(10) + "  "}]{tail}\n}}\n'
 
 
 def save(table: Table, path: str | Path) -> None:
@@ -410,13 +420,3 @@ def _iso_date(text: str) -> None:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     require(value in allowed, f"{name} '{value}' is not one of {', '.join(allowed)}")
-
-
-def require(condition: bool, message: str) -> None:
-    """Refuse a record.
-
-    Raises:
-        TableError: The condition does not hold.
-    """
-    if not condition:
-        raise TableError(message)

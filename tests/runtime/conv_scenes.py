@@ -14,6 +14,7 @@ from torch import Tensor
 
 from replayssm_tune.runtime import commit, conv_seed, conv_step, drained, reset
 from replayssm_tune.runtime.contracts import CONV_STEP
+from replayssm_tune.runtime.conv_tiles import ConvTile
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 
 TOLERANCE = {"fp32": 3e-6, "fp16": 1e-3, "bf16": 8e-3}
@@ -309,7 +310,9 @@ def run_kernels(scene: Scene, block: int) -> dict[str, int]:
     from replayssm_tune.runtime import conv, conv_launch, launch
 
     torch.set_num_threads(1)
-    conv_launch.tile = lambda rows, channels, tokens: (block, 1)
+    tile = ConvTile(block, 1)
+    for name in ("tile_for", "default_tile"):
+        setattr(conv_launch, name, lambda *of, tile=tile: tile)
     launch._raw_stream = int
 
     def null(slot: int | None) -> int:

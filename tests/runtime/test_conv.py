@@ -36,6 +36,7 @@ from replayssm_tune.runtime import (
     warmup_conv,
 )
 from replayssm_tune.runtime.contracts import CONV_STEP
+from replayssm_tune.runtime.conv_tiles import ConvSpec, default_tile
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 from replayssm_tune.runtime.modules import CONVOLUTION, load_module, shared_path
 from tests.interpreter import run_interpreted
@@ -585,8 +586,8 @@ def test_kernels_compile_and_load_vectors_where_aligned(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = load_module(shared_path(CONVOLUTION))
-    block, warps = conv_launch.tile(256, 8192, num_tokens)
-    step = conv_launch.Choice((num_tokens, num_tokens, 4, True, block), warps)
+    spec = ConvSpec(4, num_tokens, "bf16", "bf16", "bf16")
+    step = conv_launch.step_choice(spec, default_tile(256 * 64, num_tokens), silu=True)
     for packed, aligned in itertools.product((None, "i32"), (True, False)):
         dtypes = ("bf16", "i32", "i32", "i64", "bf16", "bf16", None, packed, "bf16")
         binary = conv_launch.compile_kernel(conv_launch.STEP, step, dtypes, target, aligned=aligned)
@@ -655,6 +656,9 @@ def test_a_warm_up_compiles_what_calls_will_ask_for(
         return lambda *ignored: None
 
     monkeypatch.setattr(conv_launch, "_launch_of", record)
+    monkeypatch.setattr(
+        conv_launch, "tile_for", lambda spec, batch, index: default_tile(batch, spec.token_block)
+    )
     monkeypatch.setattr(launch, "_raw_stream", int)
     monkeypatch.setattr(conv, "cuda_index", lambda device: -1)
     x, ring, weight = (TORCH_DTYPES[name] for name in DTYPES[dtypes])
@@ -681,16 +685,3 @@ def test_a_warm_up_compiles_what_calls_will_ask_for(
         history = torch.zeros(rows, 2, channels, dtype=x)
         conv_launch.launch_conv_seed(history, cache, cursor, slots, -1)
         assert {*asked} == warmed
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 8, 64])
-def test_tiles_fit_into_registers(tokens: int) -> None:
-    tiles = {
-        conv_launch.tile(rows, channels, tokens)
-        for rows in (1, 64, 1024, 65535) for channels in (8, 4096, 20_000)
-    }  # fmt: skip
-    for block, warps in tiles:
-        assert block & (block - 1) == 0
-        assert block >= 16
-        assert block * tokens <= 32 * 32 * warps
-    assert len(tiles) == len(conv_launch.TILES)
