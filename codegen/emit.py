@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..runtime.conv_tiles import ConvRow
 from ..runtime.defaults import defaults_beside
 from ..runtime.errors import TableError
 from ..runtime.lookup import read_folder
@@ -20,7 +21,7 @@ from ..runtime.plan import Structure
 from ..runtime.spec import Spec
 from ..runtime.table import GpuInfo, Row, Table, dumps, gpu_slug, is_stale, load
 from .files import emit_error, write
-from .render import GENERATED_MARK, SHARED, module_digest, render
+from .render import GENERATED_MARK, SHARED, module_digest, render, render_conv
 
 Progress = Callable[[int, int, str], None]
 """Told of every module: done, total, name."""
@@ -145,6 +146,11 @@ def digest_of(spec: Spec, structure: Structure) -> str:
 def stale(row: Row) -> bool:
     """Whether a module of ``row`` has changed since the row was made."""
     return is_stale(row, digest_of)
+
+
+def stale_tile(row: ConvRow) -> bool:
+    """Whether the convolution's module has changed since the row was made."""
+    return module_digest(render_conv()) != row.module_digest
 
 
 def emitted(folder: Path) -> list[Path]:

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from triton.backends.compiler import GPUTarget
+
 from ..codegen import emit
 from ..codegen.compile import check_toolchain
 from ..codegen.pool import CompilePool
 from ..codegen.space import broken_constraint
 from ..codegen.targets import Gpu, GpuError, TritonTarget, triton_target
+from ..runtime.conv_launch import STEP, compile_kernel, step_choice
+from ..runtime.conv_tiles import tiles
 from ..runtime.defaults import defaults_beside
-from ..runtime.errors import TableError
+from ..runtime.errors import CompileError, TableError
 from ..runtime.modules import package_folder
 from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
@@ -66,6 +70,7 @@ def check(
         _files(folder, work)
         _stale(folder, work)
     _binaries([entry for folder in opened for entry in folder.tables], compiler or compile_all, work)
+    _tiles([entry for folder in opened for entry in folder.tables], work)
     _defaults(opened, work)
     for folder in opened:
         _coverage(folder, (promise or package_folder()).resolve() == folder.path.resolve(), work)
@@ -151,6 +156,10 @@ def _stale(folder: _Folder, work: _Check) -> None:
                 f"kernels have changed since the rows of effective batch {_listed(found)} were made; they "
                 "still serve, tune again before a release",
             )
+        old = [row for row in entry.table.convolutions if emit.stale_tile(row)]
+        if old:
+            message = f"the kernel has changed since {len(old)} tiles were timed; they still serve"
+            work.find("stale", f"{entry.path.name}: the convolution", message)
 
 
 def _binaries(entries: Iterable[_Entry], compiler: Compiler, work: _Check) -> None:
@@ -280,6 +289,30 @@ def _report_others(
 def _changes(recorded: Binary, made: Binary | str) -> dict[str, tuple[int, int]]:
     pairs = {name: (getattr(recorded, name), getattr(made, name)) for name in RESOURCES}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _tiles(entries: Iterable[_Entry], work: _Check) -> None:
+    """Tiles of the convolution: points of their space, and their kernels compile for the table's GPU."""
+    for entry in entries:
+        try:
+            target = triton_target(_gpu(entry.table.gpu))
+        except GpuError:
+            continue  # said of its rows
+        users = {(row.spec, row.tile): row for row in entry.table.convolutions}
+        work.counts.update({"tiles": len(users)} if users else {})
+        for (spec, tile), row in users.items():
+            subject = f"{entry.path.name}: {spec.key}@{row.effective_batch}"
+            if tile not in tiles(spec.token_block):
+                work.find("compile", subject, f"tile {tile.key} is not in the space: tune again")
+                continue
+            choice = step_choice(spec, tile, silu=True)
+            x, ring, weight = spec.activation_dtype, spec.ring_dtype, spec.weight_dtype
+            dtypes = (ring, "i32", "i32", "i32", x, weight, weight, "i32", x)
+            try:
+                gpu = GPUTarget(target.backend, target.arch, target.warp_size)
+                compile_kernel(STEP, choice, dtypes, gpu, aligned=True)
+            except CompileError as error:
+                work.find("compile", subject, f"tile {tile.key}: {error}")
 
 
 def _defaults(folders: Iterable[_Folder], work: _Check) -> None:

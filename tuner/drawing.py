@@ -75,7 +75,25 @@ def _draw_table(data: Data, console: Console) -> list[str]:
         if spec in promised:
             console.print(f"batch-invariant: numerics class {promised[spec]}", soft_wrap=True)
         console.print(_row_grid(columns, group))
+    if data["convolutions"]:
+        _draw_tiles(data["convolutions"], console)
     return left_out
+
+
+def _draw_tiles(rows: Iterable[Data], console: Console) -> None:
+    """Draw the tiles of the convolution, a row per effective batch."""
+    columns = ["convolution", "batch", "tile", "µs", "of roof", "vs default"]
+    grid = _grid("", columns, ("convolution", "tile"))
+    for row in rows:
+        grid.add_row(
+            row["spec"],
+            str(row["effective_batch"]),
+            row["tile"],
+            number(row["time_us"]),
+            _share(row["roof_share"]),
+            _times(row["vs_default"]),
+        )
+    console.print(grid)
 
 
 def _cells(row: Data) -> dict[str, str]:
@@ -270,6 +288,9 @@ def draw_explained(data: Data, console: Console) -> None:
         console.print(f"{place}: {table['rows']} rows, {table['source']}{static}")
     if not data["tables"]:
         console.print("no tables are installed")
+    for cell in data["convolutions"]:
+        place = f"{cell['rows']} rows of {cell['channels']} channels"
+        console.print(f"{place}: tile {cell['tile']}, {cell['reason']}", soft_wrap=True)
     if data["whole"]:
         for cell in data["cells"]:
             _draw_chain(cell, data["gpu"], console)

@@ -10,11 +10,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..runtime.conv_tiles import ConvSpec, ConvTile
 from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
 from . import gpu_worker
 from .errors import ToolchainError
-from .records import Cell, Environment, Timing
+from .records import Cell, ConvCell, Environment, Timing
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -76,6 +77,21 @@ class GpuBench:
     def roof(self, cell: Cell, kind: str, repeats: int) -> Timing:
         """Samples of the roof kernel ``read`` or ``scale`` on the states of ``cell``."""
         return self._timing("roof", cell, kind, repeats)
+
+    def conv_gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str | Timing:
+        """As :meth:`.convolution.Bench.conv_gate`."""
+        try:
+            return self._ask("conv_gate", GATE_TIMEOUT_S, spec, tile, packed)  # type: ignore[no-any-return]
+        except WorkerDiedError as died:
+            return Timing(status=died.status, reason=died.reason)
+
+    def conv_time(self, cell: ConvCell, tile: ConvTile, repeats: int) -> Timing:
+        """As :meth:`.convolution.Bench.conv_time`."""
+        return self._timing("conv_time", cell, tile, repeats)
+
+    def conv_roof(self, cell: ConvCell, repeats: int) -> Timing:
+        """As :meth:`.convolution.Bench.conv_roof`."""
+        return self._timing("conv_roof", cell, repeats)
 
     def _timing(self, method: str, *arguments: object) -> Timing:
         try:

@@ -7,24 +7,29 @@ A candidate can hang or kill the CUDA context, so all CUDA work happens here and
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ..runtime.conv_tiles import ConvSpec, ConvTile
 from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
-from .records import Cell, Environment, Timing
+from .records import Cell, ConvCell, Environment, Timing
 
 if TYPE_CHECKING:
     import torch
 
     from ..runtime.compiled import CompiledPlan
+    from .conv_bench import ConvStack
     from .folds import FoldGate
     from .gate import Gate, Verdict
     from .measure import Graph, LayerStack
+
+Stack = TypeVar("Stack", bound="LayerStack | ConvStack")
 
 PROTOCOL = 2
 """Version of the measurement protocol: raised whenever times before and after do not compare."""
@@ -80,7 +85,7 @@ class GpuWorker:
         self._source = rendered(modules)
         self._compiled: dict[tuple[Spec, tuple[Variant, ...], tuple[str, ...]], CompiledPlan] = {}
         self._gates: dict[Spec, Gate | FoldGate] = {}
-        self._stack: tuple[tuple[Spec, int], LayerStack] | None = None
+        self._stack: tuple[object, LayerStack | ConvStack] | None = None
         self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
         self._throttled = _throttle_reader(self._device)
 
@@ -123,19 +128,37 @@ class GpuWorker:
 
     def time(self, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
         """Time one step of ``variants`` in ``mode``; see :meth:`.records.Bench.time`."""
-        key = (cell, variants, mode)
         stack = self._stack_of(cell)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._remember(key, stack.graph(variants, mode, self._compile))
-        self._graphs.move_to_end(key)
-        return Timing(self._samples(graph, repeats))
+        captured = functools.partial(stack.graph, variants, mode, self._compile)
+        return Timing(self._samples((cell, variants, mode), captured, repeats))
 
     def roof(self, cell: Cell, kind: str, repeats: int) -> Timing:
         """Time of the roof kernel ``read`` or ``scale`` on the cell's states."""
         return Timing(tuple(self._stack_of(cell).roof_us(kind, repeats)))
 
-    def _samples(self, graph: Graph, repeats: int) -> tuple[float, ...]:
+    def conv_gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str:
+        """Whether ``tile`` may be timed: empty, or why not; compiles it."""
+        from .conv_bench import gate
+
+        return gate(spec, tile, self._device, packed)
+
+    def conv_time(self, cell: ConvCell, tile: ConvTile, repeats: int) -> Timing:
+        """Time of one launch of the convolution."""
+        stack = self._conv_stack_of(cell)
+        return Timing(self._samples((cell, tile), functools.partial(stack.graph, tile), repeats))
+
+    def conv_roof(self, cell: ConvCell, repeats: int) -> Timing:
+        """Time of moving the bytes that a launch of the convolution must move."""
+        return Timing(tuple(self._conv_stack_of(cell).roof_us(repeats)))
+
+    def _samples(
+        self, key: tuple[object, ...], capture: Callable[[], Graph], repeats: int
+    ) -> tuple[float, ...]:
+        """Of the graph of that key of the stack in use, captured if it was not."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._remember(key, capture())
+        self._graphs.move_to_end(key)
         for _ in range(3):
             samples = tuple(graph.time_us(repeats))
             if not self._throttled():
@@ -152,15 +175,25 @@ class GpuWorker:
         from .measure import LayerStack
         from .shapes import shape_for
 
-        key = (cell.spec, cell.effective_batch)
+        def make() -> LayerStack:
+            return LayerStack(cell.spec, shape_for(cell.spec, cell.effective_batch), self._device)
+
+        return self._stack_at((cell.spec, cell.effective_batch), make)
+
+    def _conv_stack_of(self, cell: ConvCell) -> ConvStack:
+        from .conv_bench import ConvStack
+
+        return self._stack_at(cell, lambda: ConvStack(cell, self._device))
+
+    def _stack_at(self, key: object, make: Callable[[], Stack]) -> Stack:
+        """The stack of ``key``, which is the only one there is."""
         if self._stack is None or self._stack[0] != key:
             # The graphs hold the buffers' addresses: they go first.
             self._graphs.clear()
             self._stack = None
             self._torch.cuda.empty_cache()
-            stack = LayerStack(cell.spec, shape_for(cell.spec, cell.effective_batch), self._device)
-            self._stack = (key, stack)
-        return self._stack[1]
+            self._stack = (key, make())
+        return cast("Stack", self._stack[1])
 
     def _compile(self, spec: Spec, variants: tuple[Variant, ...], dtypes: tuple[str, ...]) -> CompiledPlan:
         from ..runtime.compiled import CompiledPlan

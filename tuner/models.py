@@ -39,6 +39,8 @@ class Model:
     state_dtype: str = "fp32"
     verified: bool = True
     family: str = "mamba2"
+    conv_width: int = 4
+    """Inputs that an output of the convolution in front of the layer is made of; 4 in every known model."""
 
     @property
     def words(self) -> tuple[str, str]:
@@ -98,6 +100,7 @@ class _Keys:
     groups: tuple[str, ...]
     expand: tuple[str, ...] = ()
     family: str = "mamba2"
+    conv_width: tuple[str, ...] = ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim")
 
 
 _BAMBA: Final = _Keys(
@@ -173,6 +176,7 @@ def from_hf_config(path: Path) -> Model:
         state_dtype=_state_dtype(config, where),
         verified=False,
         family=keys.family,
+        conv_width=_conv_width(config, keys, where),
     )
 
 
@@ -193,6 +197,11 @@ def _integer(config: Mapping[str, Any], keys: Sequence[str], where: str) -> int:
         where=where,
         hint="add it, or give the shape by options: --family, --heads, --head-dim, --state-size, --groups",
     )
+
+
+def _conv_width(config: Mapping[str, Any], keys: _Keys, where: str) -> int:
+    said = any(config.get(key) is not None for key in keys.conv_width)
+    return _integer(config, keys.conv_width, where) if said else Model.conv_width
 
 
 def _head_dim(config: Mapping[str, Any], keys: _Keys, heads: int, where: str) -> int:
@@ -273,6 +282,16 @@ def split(model: Model, tensor_parallel: int) -> Split:
         where=where,
         hint="choose --tp so that one of the two numbers divides the other",
     )
+
+
+def conv_channels(model: Model, tensor_parallel: int) -> int:
+    """Channels on one GPU of the convolution in front of a layer: x, B and C, or (GDN) q, k and v.
+
+    Raises:
+        SpecError: As :func:`split`.
+    """
+    share = split(model, tensor_parallel)
+    return share.heads * model.head_dim + 2 * share.groups * model.state_size
 
 
 def specs(

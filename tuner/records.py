@@ -15,12 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from ..runtime import conv_tiles
+from ..runtime.conv_tiles import ConvSpec
+from ..runtime.errors import SpecError
 from ..runtime.plan import PLAN_ROLES, Variant
-from ..runtime.spec import Spec
+from ..runtime.spec import DTYPE_BYTES, Spec
 
-MODES: Final = ("mix", "nonflush", "flush", "native", "materialize")
-"""What the rows of a timed batch do: a staggered mix, all one branch, the native step, or fold whole rings
-into states of other slots."""
+MODES: Final = ("mix", "nonflush", "flush", "native", "materialize", "convolve")
+"""What the rows of a timed batch do: a staggered mix, all one branch, the native step, fold whole rings
+into states of other slots, or the convolution in front of a layer."""
 
 ROLE_MODES: Final = {
     "both": "mix",
@@ -57,6 +60,63 @@ class Cell:
     def key(self) -> str:
         """Canonical string, e.g. ``mamba2-step-...@128``."""
         return f"{self.spec.key}@{self.effective_batch}"
+
+
+@dataclass(frozen=True, order=True)
+class ConvCell:
+    """What one row of a table's convolutions is about.
+
+    Args:
+        spec: The convolution; rows have all their ``num_tokens`` tokens.
+        rows: Sequences.
+        channels: Channels on this GPU.
+    """
+
+    spec: ConvSpec
+    rows: int
+    channels: int
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Canonical string, e.g. ``conv-w4-t1-bf16-bf16-bf16@64x8192``."""
+        return f"{self.spec.key}@{self.rows}x{self.channels}"
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows x blocks of channels; see :func:`..runtime.conv_tiles.effective_batch`."""
+        return conv_tiles.effective_batch(self.rows, self.channels)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a launch must at least read: the new inputs, and the ``width - 1`` before them.
+
+        Weights are not counted: a row more does not move them again.
+        """
+        spec = self.spec
+        tokens = spec.num_tokens * DTYPE_BYTES[spec.activation_dtype]
+        return self.rows * self.channels * (tokens + (spec.width - 1) * DTYPE_BYTES[spec.ring_dtype])
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that it must write: the outputs, and the new inputs to the ring."""
+        sizes = DTYPE_BYTES[self.spec.activation_dtype] + DTYPE_BYTES[self.spec.ring_dtype]
+        return self.rows * self.channels * self.spec.num_tokens * sizes
+
+
+def parse_cell(key: str) -> Cell | ConvCell:
+    """Inverse of the ``key`` of a cell.
+
+    Raises:
+        SpecError: Not a key of this version.
+    """
+    spec_key, _, batch = key.rpartition("@")
+    try:
+        if "x" not in batch:
+            return Cell(Spec.parse(spec_key), int(batch))
+        rows, channels = map(int, batch.split("x"))
+    except ValueError as error:  # a SpecError is one too
+        raise SpecError(f"'{key}' is not the key of a cell: {error}") from error
+    return ConvCell(ConvSpec.parse(spec_key), rows, channels)
 
 
 @dataclass(frozen=True)
@@ -113,7 +173,8 @@ class Measurement:
     Args:
         cell: What was measured.
         mode: One of :data:`MODES`.
-        subject: Key of the variants (``Plan.key``, ``Variant.key``), or a name like ``roof.read``.
+        subject: Key of the variants (``Plan.key``, ``Variant.key``) or of the convolution's tile, or a name
+            like ``roof.read``.
         samples_us: As in :class:`Timing`.
         status: As in :class:`Timing`.
         reason: As in :class:`Timing`.
@@ -122,7 +183,7 @@ class Measurement:
         environment: :attr:`Environment.id`.
     """
 
-    cell: Cell
+    cell: Cell | ConvCell
     mode: str
     subject: str
     samples_us: tuple[float, ...] = ()

@@ -19,6 +19,7 @@ from ..runtime.spec import Spec
 
 if TYPE_CHECKING:
     from ..codegen.compile import Drop
+    from ..runtime.conv_tiles import ConvRow
     from ..runtime.table import Row, Table
 
 Data = dict[str, Any]
@@ -249,6 +250,22 @@ def row_info(row: Row) -> Data:
     }
 
 
+def conv_row_info(row: ConvRow) -> Data:
+    """One tile of a table as data; shares and ratios as in :func:`row_info`."""
+    return {
+        "spec": row.spec.key,
+        "rows": row.rows,
+        "channels": row.channels,
+        "effective_batch": row.effective_batch,
+        "tile": row.tile.key,
+        "time_us": row.time_us,
+        "roof_share": _ratio(row.roof_time_us, row.time_us),
+        "vs_default": _ratio(row.default_time_us, row.time_us),
+        "noise_floor": row.noise_floor,
+        "verdict": row.verdict,
+    }
+
+
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in text.split("."))
 
@@ -273,6 +290,7 @@ def table_info(table: Table, specs: Iterable[str] = ()) -> Data:
             "driver": table.toolchain.driver,
         },
         "specs": [{"spec": key, "rows": rows} for key, rows in groups.items()],
+        "convolutions": [conv_row_info(row) for row in table.convolutions],
     }
 
 

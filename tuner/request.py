@@ -11,12 +11,14 @@ from typing import Final
 
 from ..codegen import targets
 from ..codegen.targets import Gpu
+from ..runtime import conv_tiles
+from ..runtime.conv_tiles import ConvSpec
 from ..runtime.errors import SpecError
 from ..runtime.lookup import batch_grid
 from ..runtime.spec import DTYPE_BYTES, Spec
 from . import device
 from .errors import GpuMismatchError, NoGpuError, UsageError
-from .models import DEFAULT_TENSOR_PARALLEL, Model, specs, split
+from .models import DEFAULT_TENSOR_PARALLEL, Model, conv_channels, specs, split
 from .shapes import shape_for
 
 MAX_EFFECTIVE_BATCH: Final = 65536
@@ -50,6 +52,21 @@ class Work:
     def specs(self) -> tuple[Spec, ...]:
         """See :func:`timed_specs`."""
         return timed_specs(self.spec)
+
+
+CONV_BATCHES: Final = (8, 32, 128, 512, 2048, 8192)
+"""Effective batches of the convolution that are tuned where no batch is asked for."""
+CONV_SPACING: Final = 4
+"""Of those that are asked for, factor between two that are tuned: tiles are few, and change slowly."""
+
+
+@dataclass(frozen=True)
+class ConvWork:
+    """A convolution with the shapes to tune it for, in ascending effective batches."""
+
+    spec: ConvSpec
+    shapes: tuple[tuple[int, int], ...]
+    """Sequences and channels on one GPU."""
 
 
 def timed_specs(spec: Spec) -> tuple[Spec, ...]:
@@ -105,6 +122,8 @@ class Job:
     """What the user should know before anything runs, e.g. that groups are replicated."""
     batch_invariant: bool = False
     """All batches of a spec are to be served by plans of one numerics class."""
+    convolutions: tuple[ConvWork, ...] = ()
+    """Of the layers whose specs are in ``work``; timed or left to the rule."""
 
 
 def resolve_target(
@@ -237,6 +256,50 @@ def resolve_work(
         Work(spec, _effective_batches(spec, heads, batches, gpu), tuple(layers_of[spec]))
         for spec, heads in heads_of.items()
     ), tuple(notes)
+
+
+def resolve_convolutions(
+    models: Sequence[Model],
+    *,
+    tensor_parallel: Sequence[int] = (),
+    drafts: Sequence[int] = (0,),
+    batches: Sequence[int] = (),
+) -> tuple[ConvWork, ...]:
+    """The convolutions in front of the models' layers, each once, in the dtype of the activations.
+
+    What models share is tuned in the channels of the first of them. Widths that no kernel serves are left
+    out. Arguments are those of :func:`resolve_work`.
+
+    Raises:
+        SpecError: A split that a model cannot have.
+    """
+    found: dict[ConvSpec, ConvWork] = {}
+    for model in models:
+        if model.conv_width not in conv_tiles.WIDTHS:
+            continue
+        splits = tensor_parallel or possible_splits(model)
+        channels = sorted({conv_channels(model, gpus) for gpus in splits})
+        for count in drafts:
+            spec = ConvSpec(model.conv_width, 1 + count, *(Spec.activation_dtype,) * 3)
+            if spec not in found:
+                found[spec] = ConvWork(spec, _conv_shapes(channels, batches))
+    return tuple(found.values())
+
+
+def _conv_shapes(channels: Sequence[int], batches: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Sequences and channels to tune at; ``channels``, of every split, ascend."""
+    shapes = [(rows, count) for rows in batches for count in channels]
+    for target in () if batches else CONV_BATCHES:
+        # In the least split layer that it takes a sequence of.
+        blocks = {count: conv_tiles.effective_batch(1, count) for count in channels}
+        count = max((count for count in channels if blocks[count] <= target), default=channels[0])
+        shapes.append((max(1, round(target / blocks[count])), count))
+    kept: dict[int, tuple[int, int]] = {}
+    by_batch = {conv_tiles.effective_batch(*shape): shape for shape in shapes}
+    for batch in sorted(by_batch):
+        if not kept or batch >= CONV_SPACING * max(kept) or not batches or batch == max(by_batch):
+            kept[batch] = by_batch[batch]
+    return tuple(kept.values())
 
 
 def materializing(work: Sequence[Work], gpu: Gpu) -> tuple[Work, ...]:

@@ -31,6 +31,14 @@ def scale_kernel(target, elements, BLOCK: tl.constexpr):
     tl.store(target + offsets, tl.load(target + offsets, mask=mask) * 0.999, mask=mask)
 
 
+@triton.jit
+def move_kernel(source, target, read, written, BLOCK: tl.constexpr):
+    """Read so many elements and write so many others, each once."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source + offsets, mask=offsets < read, other=0)
+    tl.store(target + offsets, values, mask=offsets < written)
+
+
 _READ_TILES = ((1024, 1, 4), (2048, 1, 4), (4096, 1, 8), (2048, 4, 4), (512, 1, 1), (1024, 1, 2))
 _SCALE_TILES = ((1024, 4), (2048, 4), (4096, 8), (512, 1), (1024, 2))
 
@@ -48,6 +56,17 @@ def scale_launches(states: list[torch.Tensor]) -> list[list[Callable[[], object]
     return [[_scaler(f, block, warps) for f in flat] for block, warps in _SCALE_TILES]
 
 
+def move_launches(
+    sources: list[torch.Tensor], targets: list[torch.Tensor]
+) -> list[list[Callable[[], object]]]:
+    """Launches of the roof that reads a source and writes a target each, one list per tile to try.
+
+    All are flat, int32, and as long as what is read and written.
+    """
+    pairs = list(zip(sources, targets, strict=True))
+    return [[_mover(*pair, block, warps) for pair in pairs] for block, warps in _SCALE_TILES]
+
+
 def _reader(
     flat: torch.Tensor, sink: torch.Tensor, block: int, repeats: int, warps: int
 ) -> Callable[[], object]:
@@ -58,3 +77,9 @@ def _reader(
 def _scaler(flat: torch.Tensor, block: int, warps: int) -> Callable[[], object]:
     grid = (triton.cdiv(flat.numel(), block),)
     return lambda: scale_kernel[grid](flat, flat.numel(), block, num_warps=warps)
+
+
+def _mover(source: torch.Tensor, target: torch.Tensor, block: int, warps: int) -> Callable[[], object]:
+    read, written = source.numel(), target.numel()
+    grid = (triton.cdiv(max(read, written), block),)
+    return lambda: move_kernel[grid](source, target, read, written, block, num_warps=warps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import tempfile
 import time
@@ -25,6 +26,7 @@ from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
 from .candidates import Candidates, compile_candidates, spec_jobs
 from .check import check
+from .convolution import ConvResult, ConvTune
 from .errors import UsageError
 from .generate import generate
 from .gpu_bench import GpuBench
@@ -44,6 +46,9 @@ SECONDS_PER_COMPILE = 0.9
 """CPU time of one point, for estimates: read off recorded runs."""
 SECONDS_PER_CELL = 4.0
 """Time of one cell's search and race on the GPU, for estimates: read off recorded runs."""
+SECONDS_PER_CONV_CELL = 1.5
+"""The same of a cell of the convolution, its share of compiling included; a guess, no run has it yet."""
+CONV_STATIC = "tiles of the convolution follow a rule: without a GPU none is timed"
 
 
 def plan(job: Job, report: Report) -> Planned:
@@ -61,6 +66,7 @@ def plan(job: Job, report: Report) -> Planned:
     estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
     if job.target.measured:
         estimate_s += SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
+        estimate_s += SECONDS_PER_CONV_CELL * sum(len(w.shapes) for w in job.convolutions)
     return Planned(
         gpu=gpu.name,
         static=not job.target.measured,
@@ -102,17 +108,21 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
         found = tuning.prepare(pool)
         pool.close()
+        convolving = ConvTune(gpu_bench, store, report)
+        convolved = [result for work in job.convolutions for result in convolving.results(work)]
         shares = [budget_share(work) for work in job.work]
         for i, work in enumerate(job.work):
             results_of_work = tuning.cells(work, found, shares[i] / sum(shares[i:]))
             cells += results_of_work
             rows += _rows(results_of_work, found, environment.triton)
-    table = _table(gpu, environment, rows)
+    tiles = [result.row(convolving.digest, environment.triton, runfile.today()) for result in convolved]
+    table = dataclasses.replace(_table(gpu, environment, rows), convolutions=tuple(tiles))
     before = _held(job)
     emission = emit(job.output, table)
     minutes = (time.monotonic() - began) / 60
     written = load(emission.table_path)
     notes = [job.target.note, *job.notes, *emission.notes, *_promise_notes(job, before, written)]
+    notes += convolving.notes
     if results is not None:
         totals = {"tune_minutes": minutes, "resumed": resumed}
         path = _record(
@@ -122,6 +132,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
             cells,
             totals,
             results,
+            convolved,
         )
         notes.append(f"recorded in {path}")
     return Tuned(
@@ -132,7 +143,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         served=_served(job, gpu, written),
         invariant=tuple(filter(None, map(_invariant, cells))),
         missing=tuple(f"{c.spec.key}@{c.effective_batch}" for c in cells if c.verdict.winner is None),
-        gate_failures=tuple(f for c in found.values() for f in c.gate_failures),
+        gate_failures=(*(f for c in found.values() for f in c.gate_failures), *convolving.failures),
         minutes=minutes,
         store=str(job.store),
         notes=tuple(notes),
@@ -201,6 +212,7 @@ def _record(
     cells: Sequence[CellResult],
     totals: Mapping[str, float],
     folder: Path,
+    convolved: Iterable[ConvResult] = (),
 ) -> Path:
     models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
     tokens = sorted({work.spec.num_tokens for work in job.work if work.spec.op in ("step", "verify")})
@@ -210,6 +222,7 @@ def _record(
         name += "".join(f"-t{number}" for number in tokens)
     of_run = {**totals, "scope": scope}
     data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
+    data["convolutions"] = [result.data() for result in convolved]
     return runfile.write_run(folder, data)
 
 
@@ -246,6 +259,7 @@ def _static(job: Job, report: Report) -> Tuned:
         static_share=result.share,
         notes=(
             *(job.target.note, *job.notes, *result.notes, *emission.notes),
+            *([CONV_STATIC] if job.convolutions else ()),
             *_promise_notes(job, before, written),
         ),
     )

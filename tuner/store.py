@@ -37,9 +37,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from ..runtime.errors import SpecError
-from ..runtime.spec import Spec
 from .errors import StoreError
-from .records import Cell, Environment, Measurement, axes, parse_subject
+from .records import Cell, ConvCell, Environment, Measurement, axes, parse_cell, parse_subject
 
 _PREFIX: Final = "replayssm2"
 _ENVIRONMENTS: Final = f"{_PREFIX}|environments"
@@ -106,7 +105,7 @@ class Store:
                 self._journal.sync()
 
     def find(
-        self, cell: Cell, mode: str, subject: str, tag: str = "", digest: str = ""
+        self, cell: Cell | ConvCell, mode: str, subject: str, tag: str = "", digest: str = ""
     ) -> Measurement | None:
         """The measurement of this point in this environment, if there is one."""
         return self._index.get((self.environment.id, cell.key, mode, subject, tag, digest))
@@ -125,7 +124,7 @@ class Store:
         return measurement
 
     def measurements(
-        self, cell: Cell | None = None, mode: str | None = None, every_environment: bool = False
+        self, cell: Cell | ConvCell | None = None, mode: str | None = None, every_environment: bool = False
     ) -> list[Measurement]:
         """Measurements in the order of their cells' first appearance, then of time."""
         return [
@@ -144,8 +143,7 @@ class Store:
             if len(parts) != 3 or parts[0] != _PREFIX:
                 continue
             try:
-                spec_key, batch = parts[1].rsplit("@", 1)
-                cell = Cell(Spec.parse(spec_key), int(batch))
+                cell = parse_cell(parts[1])
             except SpecError:
                 continue  # a cell of another version of this package: nobody here can ask for it
             trials = self._storage.get_all_trials(study._study_id, deepcopy=False)
@@ -339,7 +337,7 @@ def _to_trial(m: Measurement) -> FrozenTrial:
     )
 
 
-def _from_trial(cell: Cell, mode: str, trial: FrozenTrial) -> Measurement:
+def _from_trial(cell: Cell | ConvCell, mode: str, trial: FrozenTrial) -> Measurement:
     attributes = trial.user_attrs
     return Measurement(
         cell=cell,

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from ..codegen import emit
 from ..codegen.targets import Gpu
+from ..runtime.conv_lookup import find_tile
+from ..runtime.conv_tiles import ConvSpec, effective_batch
 from ..runtime.errors import TableError
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
-from ..runtime.table import Table, load
+from ..runtime.table import GpuInfo, Table, load
 from .models import Model, split
 from .report import Data, short, table_info
-from .request import Work, possible_splits
+from .request import ConvWork, Work, possible_splits
 
 
 def read(paths: Sequence[Path]) -> tuple[Table, ...]:
@@ -88,7 +90,13 @@ def shown_info(tables: Sequence[Table], models: Sequence[Model] = ()) -> Data:
     return {"tables": [data for data in shown if data["specs"] or not models]}
 
 
-def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole: bool = False) -> Data:
+def explained_info(
+    paths: Sequence[Path],
+    work: Iterable[Work],
+    gpu: Gpu,
+    whole: bool = False,
+    convolutions: Iterable[ConvWork] = (),
+) -> Data:
     """For every cell of ``work``: what dispatch serves on ``gpu``, and every place it looked in.
 
     Args:
@@ -96,6 +104,7 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole:
         work: The cells.
         gpu: The device that asks.
         whole: The places are to be drawn even for several cells, not only what serves.
+        convolutions: Those in front of the cells' layers.
 
     Raises:
         TableError: A table cannot be read.
@@ -135,6 +144,25 @@ def explained_info(paths: Sequence[Path], work: Iterable[Work], gpu: Gpu, whole:
         "tables": _places(own, shipped),
         "whole": whole or len(cells) == 1,
         "cells": cells,
+        "convolutions": [
+            _tile_info(lookup, of.spec, rows, channels, info)
+            for of in convolutions
+            for rows, channels in of.shapes
+        ],
+    }
+
+
+def _tile_info(lookup: Lookup, spec: ConvSpec, rows: int, channels: int, gpu: GpuInfo) -> Data:
+    batch = effective_batch(rows, channels)
+    found = find_tile(lookup, spec, batch, gpu, emit.stale_tile)
+    return {
+        "spec": spec.key,
+        "rows": rows,
+        "channels": channels,
+        "effective_batch": batch,
+        "tile": found.tile.key,
+        "step": found.step,
+        "reason": found.reason,
     }
 
 

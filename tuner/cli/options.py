@@ -264,17 +264,14 @@ def resolve_workload(
     state_dtype: Sequence[str] | None,
     buffer_len: int,
     batch: Sequence[int] | None,
-) -> tuple[tuple[request.Work, ...], tuple[str, ...]]:
-    """Cells and notes that the workload options add up to; parameters carry the options' names."""
-    return request.resolve_work(
-        selected_models(model_names, hf_config, heads, head_dim, state_size, groups, family),
-        gpu,
-        tensor_parallel=tp or (),
-        state_dtypes=state_dtype or (),
-        window=buffer_len,
-        drafts=drafts,
-        batches=batch or (),
+) -> tuple[tuple[request.Work, ...], tuple[str, ...], tuple[request.ConvWork, ...]]:
+    """Cells, notes and convolutions that the options add up to; parameters carry the options' names."""
+    chosen = selected_models(model_names, hf_config, heads, head_dim, state_size, groups, family)
+    split: dict[str, Any] = {"tensor_parallel": tp or (), "drafts": drafts, "batches": batch or ()}
+    work, notes = request.resolve_work(
+        chosen, gpu, state_dtypes=state_dtype or (), window=buffer_len, **split
     )
+    return work, notes, request.resolve_convolutions(chosen, **split)
 
 
 def build_job(
@@ -290,7 +287,7 @@ def build_job(
     """The request that all options add up to; parameters carry the options' names."""
     bound = request.Budget() if budget is None else request.Budget.parse(budget)
     target = request.resolve_target(gpu, static)
-    work, notes = resolve_workload(target.gpu, **workload)
+    work, notes, convolutions = resolve_workload(target.gpu, **workload)
     if target.measured:  # what is ranked statically are steps: nothing is known of what materialises states
         work = (*work, *request.materializing(work, target.gpu))
-    return request.Job(target, work, bound, store, output, notes, batch_invariant)
+    return request.Job(target, work, bound, store, output, notes, batch_invariant, convolutions)

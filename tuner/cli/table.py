@@ -64,6 +64,6 @@ def explain(tables: tuple[Path, ...], gpu: str | None, chain: bool, as_json: boo
     from .. import tables as reader
 
     target = request.resolve_target(gpu, static=True)
-    work, _ = options.resolve_workload(target.gpu, **values)
-    data = reader.explained_info(tables, work, target.gpu, whole=chain)
+    work, _, convolutions = options.resolve_workload(target.gpu, **values)
+    data = reader.explained_info(tables, work, target.gpu, chain, convolutions)
     output.emit(data, drawing.draw_explained, as_json)

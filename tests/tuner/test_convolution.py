@@ -1,0 +1,423 @@
+"""Tuning the convolution: its work, its gate, the choice of a tile, and what a run makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks import documents, summary
+from replayssm_tune.codegen import emit, targets
+from replayssm_tune.runtime.conv_tiles import ConvSpec, ConvTile, default_tile, tiles
+from replayssm_tune.runtime.table import load, save
+from replayssm_tune.tuner import drawing, models, report, run, tables
+from replayssm_tune.tuner.check import check
+from replayssm_tune.tuner.convolution import ConvTune
+from replayssm_tune.tuner.errors import GateError
+from replayssm_tune.tuner.progress import Event, silent
+from replayssm_tune.tuner.records import Cell, ConvCell, Timing, parse_cell
+from replayssm_tune.tuner.request import ConvWork, Job, Target, Work, resolve_convolutions
+from replayssm_tune.tuner.store import Store
+from tests.interpreter import run_interpreted
+from tests.runtime import table_samples
+from tests.runtime.test_conv_tiles import row
+from tests.tuner import test_run
+from tests.tuner.fake_bench import GPU as FAKE_GPU
+from tests.tuner.fake_bench import SPEC as STEP
+
+SPEC = ConvSpec(4, 1, "bf16", "bf16", "bf16")
+WORK = ConvWork(SPEC, ((1, 1280), (64, 10240)))
+FAST = ConvTile(256, 1)
+compiled, fake = test_run.compiled, test_run.fake
+
+
+class FakeBench:
+    """``FAST`` is the best tile of many rows; of one row all are alike."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.noise = random.Random(1)
+        self.spread = 0.001
+        self.gains = {FAST: 1.2}
+        self.wrong: dict[ConvTile, str | Timing] = {}
+        self.wrong_otherwise = ""
+        self.broken: Callable[[ConvTile], bool] = lambda tile: False
+        self.stop_after = 10**9
+
+    def _ask(self, *asked: Any) -> None:
+        if len(self.asked) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.asked.append(asked)
+
+    def conv_gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str | Timing:
+        self._ask("gate", spec, tile, packed)
+        return self.wrong.get(tile, "") if packed == (spec.num_tokens > 1) else self.wrong_otherwise
+
+    def conv_time(self, cell: ConvCell, tile: ConvTile, repeats: int) -> Timing:
+        self._ask("time", cell, tile)
+        if self.broken(tile):
+            return Timing(status="resources", reason="out of memory")
+        exact = 10.0 / (self.gains.get(tile, 1.0) if cell.rows > 1 else 1.0)
+        return Timing(tuple(exact * self.noise.uniform(1, 1 + self.spread) for _ in range(repeats)))
+
+    def conv_roof(self, cell: ConvCell, repeats: int) -> Timing:
+        self._ask("roof", cell)
+        return Timing((2.0,) * repeats)
+
+
+@pytest.fixture
+def bench() -> FakeBench:
+    return FakeBench()
+
+
+def tune(bench: FakeBench, folder: Path, work: ConvWork = WORK, events: list[Event] | None = None) -> Any:
+    with Store(folder / "store", FAKE_GPU) as store:
+        tuning = ConvTune(bench, store, silent if events is None else events.append)
+        return tuning.results(work), tuning
+
+
+# ---- what is asked ----
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        ("nemotron-3-super-120b-a12b", 128 * 64 + 2 * 8 * 128),
+        ("nemotron-3-nano-4b", 96 * 80 + 2 * 8 * 128),
+        ("qwen3.5-4b", 2 * 16 * 128 + 32 * 128),
+        ("qwen3-next-80b-a3b", 8192),
+    ],
+)
+def test_channels_are_those_of_public_configurations(name: str, channels: int) -> None:
+    model = models.find(name)
+    assert models.conv_channels(model, 1) == channels
+    assert models.conv_channels(model, 2) == channels // 2
+    assert model.conv_width == 4
+
+
+def test_a_group_that_is_replicated_keeps_its_channels() -> None:
+    model = models.find("granite-4.0-h-small")  # one group
+    assert models.conv_channels(model, 4) == 32 * 64 + 2 * 128
+
+
+@pytest.mark.parametrize(("key", "family"), [("conv_kernel", "nemotron_h"), ("mamba_d_conv", "bamba"),
+                                             ("linear_conv_kernel_dim", "qwen3_next")])  # fmt: skip
+def test_configs_say_the_width(key: str, family: str, tmp_path: Path) -> None:
+    shape = {
+        "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+        "bamba": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1},
+        "qwen3_next": {"linear_num_value_heads": 8, "linear_value_head_dim": 64,
+                       "linear_key_head_dim": 64, "linear_num_key_heads": 4},
+    }[family]  # fmt: skip
+    path = tmp_path / "config.json"
+    for said, width in (({}, 4), ({key: 3}, 3)):
+        path.write_text(json.dumps({"model_type": family, **shape, **said}))
+        assert models.from_hf_config(path).conv_width == width
+
+
+def test_the_grid_is_walked_in_the_least_split_layer_that_it_takes_a_sequence_of() -> None:
+    model = models.find("nemotron-3-super-120b-a12b")  # 80 blocks of channels; 10 over eight GPUs
+    (work,) = resolve_convolutions([model])
+    assert work.spec == SPEC
+    assert work.shapes == ((1, 1280), (2, 2560), (2, 10240), (6, 10240), (26, 10240), (102, 10240))
+    (whole,) = resolve_convolutions([model], tensor_parallel=(1,))
+    assert whole.shapes[0] == (1, 10240)
+    assert len(whole.shapes) == 5
+
+
+def test_asked_batches_are_thinned_and_drafts_are_work_of_their_own() -> None:
+    model = models.find("nemotron-3-super-120b-a12b")
+    found = resolve_convolutions([model], tensor_parallel=(1,), drafts=(0, 3), batches=(1, 2, 4, 8, 11))
+    assert [work.spec.num_tokens for work in found] == [1, 4]
+    assert {work.shapes for work in found} == {((1, 10240), (4, 10240), (11, 10240))}
+
+
+def test_models_share_what_is_the_same_and_odd_widths_are_left_out() -> None:
+    odd = dataclasses.replace(models.find("qwen3.5-4b"), conv_width=5)
+    narrow = dataclasses.replace(odd, conv_width=3)
+    found = resolve_convolutions([*map(models.find, models.DEFAULT_MODELS), odd, narrow])
+    assert [work.spec.width for work in found] == [4, 3]
+
+
+def test_bytes_are_those_of_inputs_taps_outputs_and_appends() -> None:
+    cell = ConvCell(dataclasses.replace(SPEC, num_tokens=4, ring_dtype="fp32"), 3, 100)
+    assert cell.read_bytes == 300 * (4 * 2 + 3 * 4)
+    assert cell.written_bytes == 300 * 4 * (2 + 4)
+    assert parse_cell(cell.key) == cell
+    assert parse_cell(Cell(STEP, 64).key) == Cell(STEP, 64)
+
+
+# ---- the gate ----
+
+FP32, FP16 = (f"-{name}" * 3 for name in ("fp32", "fp16"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("key", [f"conv-w4-t1{FP32}", f"conv-w4-t3{FP16}", "conv-w2-t5-fp16-fp32-fp32"])
+def test_the_kernel_passes_its_gate(key: str, packed: bool) -> None:
+    assert run_interpreted("tests.tuner.conv_gates:gate", key, (32, 1), packed=packed) == ""
+
+
+WRONG = {
+    "a tap": (("tap + NUM_TOKENS >= WIDTH", "tap + NUM_TOKENS > WIDTH"), "outputs are off by up to"),
+    "no bias": (("+ bias[None, :]", "+ 0 * bias[None, :]"), "outputs are off by up to"),
+    "no activation": (("if SILU:", "if False:"), "outputs are off by up to"),
+    "an append one behind": (("append = start + length + token", "append = start + length + token + 1"),
+                             "values of the pool of rings differ"),
+    "taps that do not wrap": (("tl.where(position < 0, position + ring_capacity, position)",
+                               "tl.where(position < 0, 0, position)"), "from the same memory differ"),
+    "appends that do not wrap": (("tl.where(append >= ring_capacity, append - ring_capacity, append)",
+                                  "append"), "values of the pool of rings differ"),
+    "an append of padded rows": (("live = token < tl.where(padded, 0, count)",
+                                  "live = token < tl.where(padded & (slot < 0), 0, count)"), "differ"),
+    "beyond the channels": (("inside = channel < channels", "inside = channel < channels + 8"), "differ"),
+    "outputs beyond the channels": (("out_mask = mine[:, None] & inside[None, :]",
+                                     "out_mask = mine[:, None] & (channel < channels + 8)[None, :]"),
+                                    "what lies between outputs was written"),
+    "padded outputs": (("total = tl.where(live[:, None], total, 0.0)", "total += 1.0 - live[:, None]"),
+                       "tokens of nobody are not zeros"),
+}  # fmt: skip
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("key", "packed"), [(f"conv-w4-t3{FP32}", False), (f"conv-w4-t3{FP16}", True)])
+def test_a_wrong_kernel_does_not(key: str, packed: bool, name: str) -> None:
+    change, message = WRONG[name]
+    assert message in run_interpreted("tests.tuner.conv_gates:gate", key, (32, 1), change, packed)
+
+
+@pytest.mark.interpreter
+def test_tokens_of_nobody_are_looked_at() -> None:
+    wrong = ("while beyond < tokens", "while beyond + 1 < tokens")
+    found = run_interpreted("tests.tuner.conv_gates:gate", f"conv-w4-t3{FP32}", (32, 1), wrong, True)
+    assert "tokens of nobody are not zeros" in found
+
+
+# ---- what is timed ----
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_graph_has_a_launch_of_every_layer(tokens: int) -> None:
+    found = run_interpreted("tests.tuner.conv_gates:timed", f"conv-w4-t{tokens}{FP16}", 2, 48)
+    # Two layers at least, launched until a graph has eight launches.
+    assert found == {"layers": 2, "launches": 8, "out": True, "ring": True, "roof": (3 + tokens, 2 * tokens)}
+
+
+@pytest.mark.interpreter
+def test_a_launch_that_leaves_outputs_unwritten_is_not_timed() -> None:
+    wrong = (
+        "out_mask = mine[:, None] & inside[None, :]",
+        "out_mask = mine[:, None] & (inside & (channel < 40))[None, :]",
+    )
+    with pytest.raises(RuntimeError, match=r"tile b32\.w1 left outputs unwritten"):
+        run_interpreted("tests.tuner.conv_gates:timed", f"conv-w4-t1{FP16}", 2, 48, wrong)
+
+
+# ---- the choice ----
+
+
+def test_a_tile_wins_where_it_beats_the_rule_and_the_rule_stays_elsewhere(
+    bench: FakeBench, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    (one, many), tuning = tune(bench, tmp_path, events=events)
+    assert not tuning.failures
+    assert not tuning.notes
+    assert (one.cell, many.cell) == (ConvCell(SPEC, 1, 1280), ConvCell(SPEC, 64, 10240))
+    assert one.tile == one.default == default_tile(10, 1)
+    assert "nothing beats the default by" in one.reason
+    assert one.time_us == one.default_time_us
+    assert many.tile == FAST
+    assert many.default == default_tile(64 * 80, 1)
+    assert many.default_time_us / many.time_us == pytest.approx(1.2, rel=0.01)
+    assert "faster than the default by" in many.reason
+    assert many.roof_us == 2.0
+    assert 0 < many.noise_floor < 0.01
+    for result in (one, many):
+        made = result.row(tuning.digest, "3.9.0", "2026-11-30")
+        assert (made.tile, made.effective_batch) == (result.tile, result.cell.effective_batch)
+        assert not emit.stale_tile(made)
+    # Each tile once, then four rounds of visits to the default, two rivals and the default again; a roof, and
+    # the gate of a winner for packed rows.
+    space = tiles(1)
+    most = len(space) + 2 * (len(space) + 4 * 2 * 4 + 2)
+    assert len(space) < len(bench.asked) <= most
+    assert {event.phase for event in events} == {f"convolution {SPEC.key}"}
+    assert [event.done for event in events] == list(range(1, len(bench.asked) + 1))
+    assert {event.total for event in events} == {most}
+
+
+def test_a_gain_within_the_noise_is_none(bench: FakeBench, tmp_path: Path) -> None:
+    bench.gains, bench.spread = {FAST: 1.015}, 0.3
+    (_, many), _ = tune(bench, tmp_path)
+    assert many.tile == many.default
+    assert many.noise_floor > 0.015
+
+
+def test_what_was_measured_is_remembered_and_an_interrupted_tune_goes_on(
+    bench: FakeBench, tmp_path: Path
+) -> None:
+    bench.stop_after = 30
+    with pytest.raises(KeyboardInterrupt):
+        tune(bench, tmp_path)
+    bench.stop_after = 10**9
+    results, _ = tune(bench, tmp_path)
+    whole = len(bench.asked)
+    assert len(set(bench.asked[:30]) & {asked for asked in bench.asked[30:] if asked[0] == "gate"}) == 0
+    events: list[Event] = []
+    again, _ = tune(bench, tmp_path, events=events)
+    assert len(bench.asked) == whole
+    assert again == results
+    assert len(events) == whole
+
+
+def test_a_kernel_that_has_changed_is_measured_again(
+    bench: FakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(bench, tmp_path)
+    whole = len(bench.asked)
+    monkeypatch.setattr("replayssm_tune.tuner.convolution.module_digest", lambda text: "another")
+    tune(bench, tmp_path)
+    assert len(bench.asked) == 2 * whole - len(WORK.shapes)  # of roofs nothing has changed
+
+
+def test_a_tile_that_fails_its_gate_is_not_timed(bench: FakeBench, tmp_path: Path) -> None:
+    bench.wrong = {FAST: "outputs are off", ConvTile(1024, 8): Timing(status="crash", reason="died")}
+    (_, many), tuning = tune(bench, tmp_path)
+    assert many.tile == many.default
+    assert tuning.failures == [f"{SPEC.key} b256.w1: outputs are off", f"{SPEC.key} b1024.w8: died"]
+    timed = {asked[2] for asked in bench.asked if asked[0] == "time"}
+    assert timed == {*tiles(1)} - {*bench.wrong}
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_winner_that_is_wrong_for_the_other_kind_of_rows_is_none(
+    bench: FakeBench, tmp_path: Path, tokens: int
+) -> None:
+    bench.wrong_otherwise = "outputs are off"
+    work = ConvWork(dataclasses.replace(SPEC, num_tokens=tokens), WORK.shapes)
+    (one, many), tuning = tune(bench, tmp_path, work)
+    assert many.tile == many.default
+    assert many.time_us == many.default_time_us
+    assert "b256.w1, is wrong" in many.reason
+    assert tuning.failures == [f"{work.spec.key} b256.w1: outputs are off"]
+    assert "nothing beats" in one.reason
+
+
+def test_a_default_that_fails_its_gate_ends_the_run(bench: FakeBench, tmp_path: Path) -> None:
+    bench.wrong = {default_tile(10, 1): "outputs are off"}
+    with pytest.raises(GateError, match="default tile of conv-w4-t1-bf16-bf16-bf16 cannot run here"):
+        tune(bench, tmp_path)
+
+
+def test_a_tile_that_does_not_run_loses_and_a_default_that_does_not_leaves_no_row(
+    bench: FakeBench, tmp_path: Path
+) -> None:
+    bench.broken = lambda tile: tile == FAST
+    (_, many), _ = tune(bench, tmp_path / "tile")
+    assert many.tile == many.default
+    bench.broken = lambda tile: tile == default_tile(10, 1)
+    (many,), tuning = tune(bench, tmp_path / "default")
+    assert many.cell.rows == 64
+    (note,) = tuning.notes
+    assert "has no row: the default tile did not run (out of memory)" in note
+
+
+# ---- a run, and what it leaves ----
+
+
+@pytest.fixture
+def tuned(fake: Any, tmp_path: Path) -> tuple[report.Tuned, Job, FakeBench]:
+    """A measured tune with its folder, results and bench."""
+    bench = FakeBench()
+    for name in ("conv_gate", "conv_time", "conv_roof"):
+        setattr(fake, name, staticmethod(getattr(bench, name)))
+    job = dataclasses.replace(test_run.job(tmp_path, batches=(1,)), convolutions=(WORK,))
+    return run.tune(job, silent, tmp_path / "results"), job, bench
+
+
+def test_a_tune_writes_tiles_beside_rows_and_resumes(
+    tuned: tuple[report.Tuned, Job, FakeBench], tmp_path: Path
+) -> None:
+    done, job, bench = tuned
+    written = load(Path(done.table_path))
+    assert written == done.table
+    assert {row.spec.op for row in written.rows} == {"step", "native_step"}
+    assert [(row.rows, row.channels) for row in written.convolutions] == [*WORK.shapes]
+    assert [row.tile for row in written.convolutions] == [default_tile(10, 1), FAST]
+    asked = len(bench.asked)
+    again = run.tune(job, silent)
+    assert len(bench.asked) == asked
+    assert again.table == written
+
+    checked = check([job.output], silent)
+    assert checked.counts["tiles"] == 2
+    assert not [finding for finding in checked.findings if finding.failed]
+
+    # The run file, what is claimed of it, and the table of a document.
+    (path,) = (tmp_path / "results").glob("*.json")
+    content = json.loads(path.read_text())
+    assert [cell["tile"] for cell in content["convolutions"]] == [default_tile(10, 1).key, FAST.key]
+    records = summary.derive([(path.name, content)])
+    (gain,) = summary.select(records, "conv_vs_default", rows=64)
+    assert gain["value"] == pytest.approx(1.2, rel=0.01)
+    assert gain["cell"] == {
+        "T": 1, "ring_dtype": "bf16", "gpu": "H200", "width": 4, "activation_dtype": "bf16",
+        "weight_dtype": "bf16", "rows": 64, "channels": 10240,
+    }  # fmt: skip
+    times = {r["cell"]["kernel"]: r["value"] for r in summary.select(records, "conv_time_us", rows=64)}
+    assert set(times) == {"roof", "tuned", "default"}
+    drawn = documents.convolution_region(records).splitlines()
+    assert drawn[-1].startswith("| H200 | 1 | bf16/bf16/bf16 | 64 | 10240 | 2 |")
+    assert documents.convolution_region([]) == "No recorded run has timed it yet."
+
+
+def test_tables_show_and_explain_tiles(tuned: tuple[report.Tuned, Job, FakeBench]) -> None:
+    done, _, _ = tuned
+    path = Path(done.table_path)
+    console = Console(file=StringIO(), width=200)
+    drawing.draw_tuned(report.tuned_info(done), console)
+    drawing.draw_tables(tables.shown_info([load(path)]), console)
+    work = [Work(STEP, (128,), ("layer tp1",))]
+    beyond = ConvWork(SPEC, ((64, 10240), (1, 128)))
+    data = tables.explained_info([path], work, targets.find("H200"), convolutions=[beyond])
+    assert [cell["step"] for cell in data["convolutions"]] == ["user", "default"]
+    drawing.draw_explained(data, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("1.20x") == 2
+    assert "64 rows of 10240 channels: tile b256.w1, " in text
+    assert f"1 rows of 128 channels: tile b128.w1, no table has a row for {SPEC.key}" in text
+
+
+def test_without_a_gpu_one_line_says_that_the_rule_serves(tmp_path: Path) -> None:
+    job = test_run.job(tmp_path, batches=(1,))
+    static = dataclasses.replace(
+        job, target=Target(job.target.gpu, False, "static"), convolutions=(WORK,), work=()
+    )
+    done = run.tune(static, silent)
+    assert [note for note in done.notes if "convolution" in note] == [run.CONV_STATIC]
+    assert done.table.convolutions == ()
+
+
+def test_a_check_finds_old_tiles_and_those_that_are_none(tmp_path: Path) -> None:
+    rows = (row(64, tile=FAST), row(2, tile=ConvTile(1024, 1)), row(512, tile=ConvTile(16, 8)))
+    folder = tmp_path / "generated"
+    table = table_samples.table(convolutions=rows, source="measured")
+    emit.emit(folder, table)
+    save(table, emit.table_path(folder, table.gpu))
+    found = check([folder], silent).findings
+    (old,) = (f for f in found if f.kind == "stale")
+    assert "since 3 tiles were timed" in old.message
+    (none,) = (f for f in found if f.kind == "compile")
+    assert none.subject.endswith(f"{SPEC.key}@4096")
+    assert "b16.w8 is not in the space" in none.message

@@ -1,0 +1,248 @@
+"""Tuning the convolution's tiles on a GPU: gate, time, choose, and the rows with their evidence.
+
+There are few tiles and one kernel, so every tile is timed at every cell. As for plans, every result is in the
+store before the next begins, the final compares by ratios within rounds of visits forwards and backwards, and
+the default runs in it twice.
+"""
+
+from __future__ import annotations
+
+import statistics
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from ..codegen.render import module_digest
+from ..runtime.conv_tiles import ConvRow, ConvSpec, ConvTile, default_tile, tiles
+from ..runtime.modules import CONVOLUTION, shared_path
+from .choose import Rules
+from .errors import GateError
+from .progress import Event, Report
+from .records import ConvCell, Measurement, Timing
+from .request import ConvWork
+from .rounding import significant
+from .rows import DIGITS
+from .store import Store
+
+RULES: Final = Rules(keep_within=1.2, finalists=2, final_rounds=4)
+"""Of the final; there is no race before it."""
+MODE: Final = "convolve"
+ROOF: Final = "roof.move"
+
+
+class Bench(Protocol):
+    """What gates and times tiles; the only thing that knows a GPU."""
+
+    def conv_gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str | Timing:
+        """Empty if the tile may serve rows that are packed or not, else why not.
+
+        A failed timing if it crashed or did not compile.
+        """
+
+    def conv_time(self, cell: ConvCell, tile: ConvTile, repeats: int) -> Timing:
+        """Samples of one launch with ``tile``."""
+
+    def conv_roof(self, cell: ConvCell, repeats: int) -> Timing:
+        """Samples of moving the bytes that a launch must move."""
+
+
+@dataclass(frozen=True)
+class ConvResult:
+    """What was chosen for a cell; times in µs, shares as in :class:`.choose.Verdict`."""
+
+    cell: ConvCell
+    tile: ConvTile
+    default: ConvTile
+    time_us: float
+    default_time_us: float
+    roof_us: float
+    noise_floor: float
+    samples_us: tuple[float, ...]
+    reason: str
+
+    def row(self, digest: str, triton: str, date: str) -> ConvRow:
+        """The row of a table, made with the module of that digest."""
+        return ConvRow(
+            spec=self.cell.spec,
+            rows=self.cell.rows,
+            channels=self.cell.channels,
+            tile=self.tile,
+            module_digest=digest,
+            time_us=significant(self.time_us, DIGITS),
+            default_time_us=significant(self.default_time_us, DIGITS),
+            roof_time_us=significant(self.roof_us, DIGITS),
+            noise_floor=significant(self.noise_floor, DIGITS),
+            samples_us=tuple(significant(sample, DIGITS) for sample in self.samples_us),
+            verdict=self.reason,
+            triton=triton,
+            date=date,
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The cell in a run file."""
+        return {
+            "spec": self.cell.spec.key,
+            "rows": self.cell.rows,
+            "channels": self.cell.channels,
+            "tile": self.tile.key,
+            "default": self.default.key,
+            "time_us": self.time_us,
+            "default_us": self.default_time_us,
+            "roof_us": self.roof_us,
+            "noise_floor": self.noise_floor,
+            "samples_us": list(self.samples_us),
+        }
+
+
+class ConvTune:
+    """One tune of convolutions on the GPU of this machine.
+
+    Args:
+        bench: Gates and times.
+        store: Remembers.
+        report: Is told of progress.
+
+    Attributes:
+        digest: Of the module that is timed.
+        failures: Tiles that did not pass the gate, with its words.
+        notes: Cells without a row, with the reason.
+    """
+
+    def __init__(self, bench: Bench, store: Store, report: Report) -> None:
+        self._bench, self._store, self._report = bench, store, report
+        self.digest = module_digest(Path(shared_path(CONVOLUTION)).read_text(encoding="utf-8"))
+        self.failures: list[str] = []
+        self.notes: list[str] = []
+        self._phase, self._done, self._total = "", 0, 0
+
+    def results(self, work: ConvWork) -> list[ConvResult]:
+        """The tile of every cell of ``work``; a cell in which the default does not run has none.
+
+        Raises:
+            GateError: A default is numerically wrong: nothing can be compared with it.
+        """
+        space, visits = tiles(work.spec.token_block), 2 * RULES.final_rounds * (RULES.finalists + 2)
+        self._phase, self._done = f"convolution {work.spec.key}", 0
+        self._total = len(space) + len(work.shapes) * (len(space) + visits + 2)
+        # As they are timed; what wins is gated for the other kind of rows too, which is another compilation.
+        gated = {tile: self._gate(work.spec, tile, work.spec.num_tokens > 1) for tile in space}
+        wrong = {tile: reason for tile, reason in gated.items() if reason}
+        self.failures += [f"{work.spec.key} {tile.key}: {reason}" for tile, reason in wrong.items()]
+        cells = [ConvCell(work.spec, rows, channels) for rows, channels in work.shapes]
+        for tile in dict.fromkeys(map(_default, cells)):
+            if tile in wrong:
+                raise GateError(
+                    f"the default tile of {work.spec.key} cannot run here: {wrong[tile]}",
+                    hint="this is a fault of the kernel or of the compiler; report it",
+                )
+        able = [tile for tile in space if tile not in wrong]
+        return [result for cell in cells if (result := self._choose(cell, able)) is not None]
+
+    def _choose(self, cell: ConvCell, able: Sequence[ConvTile]) -> ConvResult | None:
+        default = _default(cell)
+        screened = {tile: self._time(cell, tile, "") for tile in able}
+        if not screened[default].ok:
+            why = screened[default].reason or screened[default].status
+            self.notes.append(f"{cell.key} has no row: the default tile did not run ({why})")
+            return None
+        others = sorted((m.time_us, tile) for tile, m in screened.items() if m.ok and tile != default)
+        bound = RULES.keep_within * min(
+            time_us for time_us, _ in (*others, (screened[default].time_us, default))
+        )
+        rivals = [tile for time_us, tile in others if time_us <= bound][: RULES.finalists]
+        entries = [default, *rivals, default]  # the last is the control
+        rounds = self._final(cell, entries)
+        roof = self._measured(cell, ROOF, "", lambda: self._bench.conv_roof(cell, RULES.repeats))
+        if not (rounds and roof.ok):
+            self.notes.append(f"{cell.key} has no row: what had run before did not run in the final")
+            return None
+
+        def gain(place: int) -> float:
+            """Of an entry over the default: the median of the ratios within rounds, less 1."""
+            return exp(statistics.median(log(times[0][0] / times[place][0]) for times in rounds)) - 1.0
+
+        # The control's largest distance from itself, not a median: no fewer rounds may look surer.
+        apart = max(abs(log(times[-1][0] / times[0][0])) for times in rounds)
+        floor = max(RULES.least_floor, exp(apart) - 1.0)
+        needed = max(RULES.least_gain, floor)
+        best = max(range(1, len(entries) - 1), key=gain, default=0)
+        winner = best if best and gain(best) > needed else 0
+        wrong = self._gate(cell.spec, entries[winner], cell.spec.num_tokens == 1) if winner else ""
+        reason = f"nothing beats the default by {needed:.1%}"
+        if wrong:
+            winner, reason = 0, f"the fastest tile, {entries[best].key}, is wrong"
+            self.failures.append(f"{cell.spec.key} {entries[best].key}: {wrong}")
+        elif winner:
+            reason = f"faster than the default by {gain(best):.1%}, beyond {needed:.1%}"
+        elif best:
+            reason += f"; the best by {gain(best):.1%}"
+        samples = [[sample for times in rounds for sample in times[place][1]] for place in (winner, 0)]
+        time_us, default_us = map(statistics.median, samples)
+        return ConvResult(
+            cell,
+            entries[winner],
+            default,
+            time_us,
+            default_us,
+            roof.time_us,
+            floor,
+            tuple(samples[0]),
+            reason,
+        )
+
+    def _final(
+        self, cell: ConvCell, entries: Sequence[ConvTile]
+    ) -> list[list[tuple[float, tuple[float, ...]]]]:
+        """Per round: time of each entry, of a visit forwards and one backwards, and the samples behind it.
+
+        None at all where an entry failed.
+        """
+        # Remembered rounds of others are no pair of these.
+        group = zlib.crc32("|".join(tile.key for tile in entries).encode())
+        places = range(len(entries))
+        rounds = []
+        for number in range(RULES.final_rounds):
+            visits: list[list[Measurement]] = [[] for _ in entries]
+            for position, place in enumerate((*places, *reversed(places))):
+                tag = f"final{number}.{group:08x}.{position}"
+                visits[place].append(self._time(cell, entries[place], tag))
+            if not all(visit.ok for pair in visits for visit in pair):
+                return []
+            rounds.append([(sqrt(a.time_us * b.time_us), (*a.samples_us, *b.samples_us)) for a, b in visits])
+        return rounds
+
+    def _gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str:
+        """Empty if the tile passed, else why not."""
+
+        def gate() -> Timing:
+            found = self._bench.conv_gate(spec, tile, packed)
+            return (
+                found if isinstance(found, Timing) else Timing(status="gate" if found else "ok", reason=found)
+            )
+
+        known = self._measured(ConvCell(spec, 1, 1), tile.key, f"gate{'.packed' * packed}", gate)
+        return "" if known.status == "ok" else known.reason or known.status
+
+    def _time(self, cell: ConvCell, tile: ConvTile, tag: str) -> Measurement:
+        return self._measured(cell, tile.key, tag, lambda: self._bench.conv_time(cell, tile, RULES.repeats))
+
+    def _measured(self, cell: ConvCell, subject: str, tag: str, ask: Callable[[], Timing]) -> Measurement:
+        """What the store remembers, or what ``ask`` says now, and then in the store."""
+        digest = "" if subject == ROOF else self.digest
+        known = self._store.find(cell, MODE, subject, tag, digest)
+        if known is None:
+            said = ask()
+            known = self._store.add(
+                Measurement(cell, MODE, subject, said.samples_us, said.status, said.reason, tag, digest)
+            )
+        self._done += 1
+        where = "gate" if tag.startswith("gate") else f"{cell.rows} rows of {cell.channels} channels"
+        self._report(Event(self._phase, self._done, max(self._total, self._done), where))
+        return known
+
+
+def _default(cell: ConvCell) -> ConvTile:
+    return default_tile(cell.effective_batch, cell.spec.token_block)
