@@ -129,6 +129,27 @@ def materialize_region(records: Sequence[Record]) -> str:
     return _markdown([*header, "of roof", "vs default"], rows)
 
 
+def convolution_region(records: Sequence[Record]) -> str:
+    """What a launch of the convolution takes by the tuned tile, of every timed cell."""
+    kernels = ("roof", "tuned", "default")
+    rows = [
+        [
+            cell["gpu"],
+            str(cell["T"]),
+            "/".join(cell[f"{name}_dtype"] for name in ("activation", "ring", "weight")),
+            str(cell["rows"]),
+            str(cell["channels"]),
+            *(_time(times, kernel) for kernel in kernels),
+            *(_ratio(times, kernel, "tuned") for kernel in ("roof", "default")),
+        ]
+        for cell, times in _steps(records, "conv_time_us")
+    ]
+    if not rows:
+        return "No recorded run has timed it yet."
+    header = ["GPU", "T", "x/ring/weights", "rows", "channels", *(f"{kernel}, µs" for kernel in kernels)]
+    return _markdown([*header, "of roof", "vs default"], rows)
+
+
 OVERVIEW_BATCHES = (16, 128, 1024, 8192, 32768)
 """Of each curve the overview shows the batches nearest to these, where one is as near as a half octave."""
 
@@ -394,6 +415,7 @@ def folds_region(records: Sequence[Record]) -> str:
 REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
     "steps": steps_region,
     "materialize": materialize_region,
+    "convolution": convolution_region,
     "overview": overview_region,
     "losses": losses_region,
     "asked": asked_region,

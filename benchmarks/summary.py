@@ -16,6 +16,8 @@
      "errors": [{"spec": key, "sequences": n, "heads": n, "kernel": "plan, or eager reference",
                  "tokens": [..], "folds": [..], "output": {"found": [..], "ideal": [..], "rounding": [..]},
                  "state": {"found": [..], "ideal": [..]}}],
+     "convolutions": [{"spec": key, "rows": n, "channels": n, "tile": key, "default": key, "time_us": ..,
+                       "default_us": .., "roof_us": .., "noise_floor": .., "samples_us": [..]}],
      "totals": {"tune_minutes": .., "resumed": false, "scope": ".."},
      "records": [{"claim": .., "cell": {...}, "value": .., "unit": .., ...}]}
 
@@ -36,6 +38,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from replayssm_tune.runtime.conv_tiles import ConvSpec
 from replayssm_tune.runtime.spec import Spec
 
 Record = dict[str, Any]
@@ -70,6 +73,7 @@ OPS = {"verify": "step", "native_verify": "native_step"}
 CELL_KEYS = (
     "family", "op", "T", "window", "head_dim", "state_size", "heads_per_group", "state_dtype", "ring_dtype",
     "effective_batch", "gpu", "kernel", "tokens", "mode", "without", "scope",
+    "width", "activation_dtype", "weight_dtype", "rows", "channels",
 )  # fmt: skip
 """Keys of a record's cell, in the order they are written."""
 
@@ -97,6 +101,8 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
         yield from _cell_records(cell, gpu)
     for cell in run.get("stages", ()):
         yield from _stage_records(cell, gpu)
+    for cell in run.get("convolutions", ()):
+        yield from _conv_records(cell, gpu)
     for cell in run.get("errors", ()):
         yield from _error_records(cell, gpu, run["protocol"])
     totals = dict(run.get("totals", {}))
@@ -179,6 +185,23 @@ def _materialize_records(cell: dict[str, Any], key: Cell) -> Iterable[Record]:
             yield _record("materialize_roof_share", key, roof_us / time_us, None, "1", True)
         if default_us is not None:
             yield _record("materialize_vs_default", key, default_us / time_us, None, "1", True)
+
+
+def _conv_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
+    """What a launch of the convolution takes by the tuned tile and by the rule's."""
+    spec = ConvSpec.parse(cell["spec"])
+    key = {
+        **{name: getattr(spec, name) for name in CELL_KEYS if hasattr(spec, name)},
+        "T": spec.num_tokens,
+        "rows": cell["rows"],
+        "channels": cell["channels"],
+        "gpu": gpu,
+    }
+    tuned, roof, default = (cell[f"{name}_us"] for name in ("time", "roof", "default"))
+    for kernel, value in (("roof", roof), ("tuned", tuned), ("default", default)):
+        yield _record("conv_time_us", {**key, "kernel": kernel}, value, None, "us", False)
+    yield _record("conv_roof_share", key, roof / tuned, None, "1", True)
+    yield _record("conv_vs_default", key, default / tuned, None, "1", True)
 
 
 def _stage_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
