@@ -17,12 +17,13 @@ from ..runtime.conv import check_conv_step, eager_conv_step
 from ..runtime.conv_launch import tiled_launcher
 from ..runtime.conv_tiles import ConvSpec, ConvTile
 from ..runtime.dtypes import TORCH_DTYPES
+from ..runtime.spec import DTYPE_BYTES
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE, Graph
 from .records import ConvCell
 from .roofs import move_launches
 
-MAX_LAYERS = 2048
-"""Layers at most: a few rows of one touch so few bytes that a graph of enough to fill an L2 has no end."""
+MAX_LAYERS = 4096
+"""Layers at most: a row of a split layer touches so little that a graph to exceed the L2 has no end."""
 WINDOW = 16
 """Tokens that the ring of the layer behind it holds; or T where that is more."""
 
@@ -134,7 +135,8 @@ class ConvStack:
         spec, rows, channels = cell.spec, cell.rows, cell.channels
         self.cell, self._index = cell, _index(device)
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        enough = -(-L2_MULTIPLE * l2_bytes // (cell.read_bytes + cell.written_bytes))
+        weight_bytes = channels * (spec.width + 1) * DTYPE_BYTES[spec.weight_dtype]
+        enough = -(-L2_MULTIPLE * l2_bytes // (cell.read_bytes + cell.written_bytes + weight_bytes))
         self.layers = layers = min(MAX_LAYERS, max(2, enough))
         generator = torch.Generator(device).manual_seed(seed)
         window, tokens = max(WINDOW, spec.num_tokens), rows * spec.num_tokens

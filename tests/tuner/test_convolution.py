@@ -126,7 +126,7 @@ def test_the_grid_is_walked_in_the_least_split_layer_that_it_takes_a_sequence_of
     model = models.find("nemotron-3-super-120b-a12b")  # 80 blocks of channels; 10 over eight GPUs
     (work,) = resolve_convolutions([model])
     assert work.spec == SPEC
-    assert work.shapes == ((1, 1280), (2, 2560), (2, 10240), (6, 10240), (26, 10240), (102, 10240))
+    assert work.shapes == ((2, 2560), (2, 10240), (6, 10240), (26, 10240), (102, 10240))
     (whole,) = resolve_convolutions([model], tensor_parallel=(1,))
     assert whole.shapes[0] == (1, 10240)
     assert len(whole.shapes) == 5
