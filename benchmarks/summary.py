@@ -154,6 +154,9 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
         if all(key[name] == wanted for name, wanted in ASKED_OF[spec.family].items()):
             asked = ASKED_SHARES.get((claim, spec.family, spec.num_tokens), {}).get(spec.state_dtype)
         yield _record(claim, key, roof / time_us[branch], asked, "1", True)
+        launch = cell.get("launch_us", {}).get(branch)
+        if launch is not None:
+            yield _record(f"{branch}_launch_roof_share", key, roof / launch, None, "1", True)
     mix = time_us.get("mix")
     native, default = cell.get("native_us"), cell.get("default_us", {}).get("mix")
     native_steps = cell.get("native_steps_us")

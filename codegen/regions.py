@@ -115,6 +115,11 @@ def _whole_rows(spec: Spec) -> tuple[int, ...]:
     return () if spec.heads_per_group <= MAX_TILED_HEADS else (max(16, _whole_head(spec)),)
 
 
+def _large_whole_rows(spec: Spec) -> tuple[int, ...]:
+    """The same, of heads that are more than two warps hold in registers."""
+    return tuple(p for p in _whole_rows(spec) if p > 64)
+
+
 def _power_heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
     """For each count the largest power of two within it that divides the group."""
 
@@ -256,7 +261,7 @@ REGIONS: Final = (
     ),
     Region(
         "Few programs: one launch, small tiles.",
-        ("both",), _COLUMNS, _dot_rows, _whole, _columns(32, 128),
+        ("both",), _COLUMNS, _dot_rows, _whole, _columns(32),
         warps_stages=((1, 1), (2, 1)), ops=_DRAFTS,
     ),
     Region(
@@ -278,7 +283,7 @@ REGIONS: Final = (
     Region(
         "As above, groups of few heads: the loop goes over row tiles too.",
         ("both",), _COLUMNS_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(2),
-        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), evict_first=(False, True), ops=_DRAFTS,
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
         "Coefficients of a program's heads ahead of its loop.",
@@ -286,9 +291,9 @@ REGIONS: Final = (
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
-        "As above, more threads: large heads, or few programs.",
-        ("both",), _COLUMNS_PROLOGUE, _whole_rows, _whole, _columns(32), _power_heads_up_to(4, 8),
-        warps_stages=((4, 2), (4, 3)), ops=_DRAFTS,
+        "As above, more threads for large heads.",
+        ("both",), _COLUMNS_PROLOGUE, _large_whole_rows, _whole, _columns(32), _power_heads_up_to(4, 8),
+        warps_stages=((4, 2),), ops=_DRAFTS,
     ),
     Region(
         "Coefficients of a program's heads ahead of its loop, groups of few heads.",
@@ -307,8 +312,8 @@ REGIONS: Final = (
     ),
     Region(
         "A launch of their own for rows that keep their state.",
-        ("nonflush",), _COLUMNS_AHEAD, _large_rows, _whole, heads_per_program=_heads_up_to(2, 4),
-        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
+        ("nonflush",), _COLUMNS_AHEAD, _whole_rows, _whole, heads_per_program=_heads_up_to(4),
+        warps_stages=((2, 2), (4, 2)), ops=_DRAFTS,
     ),
     Region(
         "As above, groups of few heads.",
@@ -328,7 +333,7 @@ REGIONS: Final = (
     Region(
         "A launch of their own for rows that fold.",
         ("flush",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(32, 64), _heads_up_to(4),
-        warps_stages=((1, 2), (2, 2), (4, 2)), ops=_DRAFTS,
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
     ),
     Region(
         "As above, groups of few heads.",

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ..codegen import space
 from ..codegen.compile import Drop, select
@@ -171,13 +172,19 @@ class MeasuredTune:
         for i, batch in enumerate(batches):
             plans = _compose(spec, rankings, batch)
             budget = self._budget(share / (len(batches) - i))
-            results[batch] = self._cell(spec, batch, plans, natives.get(batch), previous, budget)
+            fastest = _fastest(rankings, batch)
+            results[batch] = self._cell(
+                spec, batch, plans, natives.get(batch), previous, budget, fastest=fastest
+            )
             winner = results[batch].verdict.winner
             previous = [winner] if winner else previous
 
         def again(batch: int, attempt: int) -> CellResult:
             plans = _compose(spec, rankings, batch)
-            return self._cell(spec, batch, plans, natives.get(batch), [], self._budget(), attempt)
+            fastest = _fastest(rankings, batch)
+            return self._cell(
+                spec, batch, plans, natives.get(batch), [], self._budget(), attempt, fastest=fastest
+            )
 
         self._retry(results, again)
         if self._job.batch_invariant:
@@ -229,6 +236,7 @@ class MeasuredTune:
                 attempt,
                 numerics,
                 rivals,
+                {mode: Variant.parse(found.subject) for mode, found in given.launches.items()},
             )
 
         for batch in free:
@@ -293,8 +301,12 @@ class MeasuredTune:
         attempt: int = 0,
         numerics: str = "",
         rivals: Sequence[Plan] = (),
+        fastest: Mapping[str, Variant] = MappingProxyType({}),
     ) -> CellResult:
-        """One cell; ``natives`` are kernels of the baseline, if any, or what was chosen of them before."""
+        """One cell; ``natives`` are kernels of the baseline, if any, or what was chosen of them before.
+
+        ``fastest`` are launches of one branch each that are timed besides, whatever is chosen.
+        """
         cell = Cell(spec, batch)
         verdict = choose(
             cell,
@@ -315,6 +327,10 @@ class MeasuredTune:
             (plan, mode): self.meter.measure(cell, plan.variants, mode, FINAL_REPEATS, f"final{attempt}")
             for plan in dict.fromkeys((chosen, default))
             for mode in (("nonflush", "flush") if score_mode(spec) == "mix" else ())
+        }
+        launches = {
+            mode: self.meter.measure(cell, (variant,), mode, FINAL_REPEATS, f"final{attempt}")
+            for mode, variant in fastest.items()
         }
         read_us, scale_us = (self._roof(cell, kind, attempt) for kind in ROOFS)
         rows, heads = dataclasses.astuple(shape_for(spec, batch))
@@ -338,6 +354,7 @@ class MeasuredTune:
             native=natives,
             branches={mode: found for (plan, mode), found in branch.items() if plan == chosen},
             default_branches={mode: found for (plan, mode), found in branch.items() if plan == default},
+            launches={mode: found for mode, found in launches.items() if found.ok},
             read_us=read_us,
             scale_us=scale_us,
             native_steps_us=self._native_steps_us(spec, batch, attempt) if spec.verifies else None,
@@ -392,6 +409,12 @@ def _compose(spec: Spec, rankings: Mapping[str, Mapping[int, Ranking]], batch: i
     whole = PLAN_ROLES[spec.op][0][0]
     both, nonflush, flush = (rankings.get(role, {}).get(batch, ()) for role in (whole, "nonflush", "flush"))
     return compose(spec, both, nonflush, flush)
+
+
+def _fastest(rankings: Mapping[str, Mapping[int, Ranking]], batch: int) -> dict[str, Variant]:
+    """The best launch of its own for the rows of each branch."""
+    ranked = {mode: rankings.get(mode, {}).get(batch, ()) for mode in ("nonflush", "flush")}
+    return {mode: found[0].variant for mode, found in ranked.items() if found}
 
 
 def gate_plan(spec: Spec, variant: Variant) -> Plan:

@@ -35,6 +35,8 @@ class CellResult:
     """The chosen plan by mode, ``nonflush`` and ``flush``; empty where kernels have no branches."""
     default_branches: Mapping[str, Measurement]
     """As ``branches``, of the default plan."""
+    launches: Mapping[str, Measurement]
+    """The fastest launch of its own for the rows of a branch, by mode, whether or not a plan has it."""
     read_us: float
     scale_us: float
     native_steps_us: float | None = None

@@ -81,6 +81,8 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
             mode: verdict.time_us,
             **{branch: found.time_us for branch, found in cell.branches.items()},
         },
+        "launch_us": {branch: found.time_us for branch, found in cell.launches.items()},
+        "launch_names": {branch: found.subject for branch, found in cell.launches.items()},
         "roof_us": {"read": cell.read_us, "scale": cell.scale_us, mode: cell.roof_us},
         "native_us": native and native.time_us,
         "native_name": native.winner.key if native and native.winner else "",

@@ -259,7 +259,12 @@ def test_the_roof_of_a_mix_of_drafts_is_what_the_run_says():
 
 
 def test_drafts_are_compared_with_native_steps_in_turn():
-    records = summary.derive([("a.json", run(cell(32768), verifying(4, native_steps_us=1000.0)))])
+    launches = {"nonflush": 80.0, "flush": 150.0}
+    drafts = verifying(4, native_steps_us=1000.0, launch_us=launches)
+    records = summary.derive([("a.json", run(cell(32768), drafts))])
+    read_us = drafts["roof_us"]["read"]
+    (alone,) = summary.select(records, "nonflush_launch_roof_share")
+    assert alone["value"] == pytest.approx(read_us / 80.0, rel=1e-3)
     (ratio,) = summary.select(records, "mix_vs_native_steps")
     assert (ratio["cell"]["T"], ratio["value"], ratio["asked"]) == (4, 2.5, None)
     one, drafts = documents.steps_region(records).splitlines()[2:]

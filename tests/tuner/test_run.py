@@ -275,6 +275,10 @@ def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(
     steps = [b for mode, b, _ in fake.asked if mode == "native" and b.spec == work.spec.native_step]
     assert {b.effective_batch for b in steps} == {16, 1024}
     one_us = 3.0 + 0.02 * cell["effective_batch"]
+    for mode, alone_us in cell["launch_us"].items():
+        assert cell["launch_names"][mode].startswith(mode)
+        assert 0 < alone_us < cell["time_us"]["mix"] * 2
+    assert set(cell["launch_us"]) == {"nonflush", "flush"}
     assert cell["native_steps_us"] == pytest.approx(4 * (one_us + 1.6), rel=2e-3), "a row has 4 tokens"
     assert cell["roof_us"]["mix"] == pytest.approx(rows["verify", 16].roof_time_us, rel=1e-4)
     assert all(served.step == "user" for served in tuned.served)
