@@ -410,6 +410,24 @@ def coefficients(
     ring_b_group_ptr = ring_b_ptr + slot * ring_b_stride_slot + group * ring_b_stride_group
     ring_decay_slot_ptr = ring_decay_ptr + slot * ring_decay_stride_slot
     scratch_group_ptr = scratch_ptr + row64 * scratch_stride_row + group * GROUP_STRIDE
+    ring_b = tl.load(
+        ring_b_group_ptr + token[:, None] * ring_b_stride_token + n[None, :],
+        mask=live[:, None],
+        other=0.0,
+    )
+    log_rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    token_mask_heads = head_mask[:, None] & own[None, :]
+    gate_ptrs = dt_ptr + token64[None, :] * dt_stride_token + heads[:, None]
+    gate = tl.load(gate_ptrs, mask=token_mask_heads, other=0.0)
+    beta_ptrs = beta_ptr + token64[None, :] * beta_stride_token + heads[:, None]
+    beta = tl.load(beta_ptrs, mask=token_mask_heads, other=0.0)
+    ring_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head
+    live_heads = head_mask[:, None] & live[None, :]
+    next_live_heads = head_mask[:, None] & next_live[None, :]
+    ring_gate = tl.load(ring_decay_ptrs + token[None, :], mask=live_heads, other=0.0)
+    later_gate = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
+    tl.debug_barrier()
     pair_score = tl.dot(b_rows, tl.trans(c_new))
     pair_score_k = tl.dot(b_rows, tl.trans(key_new))
     c_wide, key_wide, b_wide = c_new.to(tl.float32), key_new.to(tl.float32), b_rows.to(tl.float32)
@@ -419,11 +437,6 @@ def coefficients(
     pair_score *= k_scale_rows[:, None] * q_scale[None, :]
     pair_score_k *= k_scale_rows[:, None] * k_scale[None, :]
     if not flush:
-        ring_b = tl.load(
-            ring_b_group_ptr + token[:, None] * ring_b_stride_token + n[None, :],
-            mask=live[:, None],
-            other=0.0,
-        )
         score = tl.dot(ring_b, tl.trans(c_new))
         score_k = tl.dot(ring_b, tl.trans(key_new))
         score_ptrs = scratch_group_ptr + j[:, None] * TOKEN_BLOCK + i[None, :]
@@ -436,33 +449,17 @@ def coefficients(
         (b_rows.to(tl.float32) * k_scale_rows[:, None]).to(ring_b_ptr.dtype.element_ty),
         mask=b_mask,
     )
-    log_rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
-    token_mask_heads = head_mask[:, None] & own[None, :]
-    gate_ptrs = dt_ptr + token64[None, :] * dt_stride_token + heads[:, None]
-    gate = tl.load(gate_ptrs, mask=token_mask_heads, other=0.0).to(tl.float32)
+    gate = gate.to(tl.float32)
     gate += dt_bias[:, None]
     gate = tl.where(own[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
-    beta_ptrs = beta_ptr + token64[None, :] * beta_stride_token + heads[:, None]
-    beta = tl.load(beta_ptrs, mask=token_mask_heads, other=0.0).to(tl.float32)
-    beta = 1.0 / (1.0 + tl.exp(-beta))
-    ring_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head
-    live_heads = head_mask[:, None] & live[None, :]
-    next_live_heads = head_mask[:, None] & next_live[None, :]
-    ring_gate = tl.load(ring_decay_ptrs + token[None, :], mask=live_heads, other=0.0)
-    later_gate = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
+    beta = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
     # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums
     # lose everything once one gate is large.
     weight = tl.where(live[None, :], tl.exp(tl.cumsum(later_gate, 1, reverse=True)), 0.0)
     decay = tl.exp(tl.sum(ring_gate, 1))
     # Sums of the gates up to new token i, from the first one on (passed) and after new token m (since).
-    passed = tl.zeros_like(gate)
-    since = tl.zeros_like(gate)[:, None, :] + tl.zeros([1, TOKEN_ROWS, 1], tl.float32)
-    for t in tl.static_range(NUM_TOKENS):
-        of_token = tl.sum(tl.where(i[None, :] == t, gate, 0.0), 1)
-        passed += tl.where((i >= t)[None, :], of_token[:, None], 0.0)
-        between_them = (m < t)[:, None] & (i >= t)[None, :]
-        since += tl.where(between_them[None, :, :], of_token[:, None, None], 0.0)
+    passed = tl.cumsum(gate, 1)
+    since = tl.cumsum(tl.where((i[None, :] > m[:, None])[None, :, :], gate[:, None, :], 0.0), 2)
     passed = tl.exp(passed)
     column = passed * q_scale[None, :]
     column_k = passed * k_scale[None, :]

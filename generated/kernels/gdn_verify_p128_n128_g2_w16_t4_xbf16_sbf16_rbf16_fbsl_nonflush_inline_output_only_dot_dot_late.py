@@ -182,35 +182,33 @@ def step(
             mask=live[:, None] & p_mask[None, :],
             other=0.0,
         )
-        heads = head + tl.arange(0, 1)
-        head_mask = tl.full([1], True, tl.int1)
+        # The first of four: vectors over fewer heads and the tokens would lie badly on threads.
+        one = tl.arange(0, 4)
+        heads = head + one
+        head_mask = one < 1
         log_rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
         dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
         token_mask_heads = head_mask[:, None] & own[None, :]
         gate_ptrs = dt_ptr + token64[None, :] * dt_stride_token + heads[:, None]
-        gate = tl.load(gate_ptrs, mask=token_mask_heads, other=0.0).to(tl.float32)
-        gate += dt_bias[:, None]
-        gate = tl.where(own[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
+        gate = tl.load(gate_ptrs, mask=token_mask_heads, other=0.0)
         beta_ptrs = beta_ptr + token64[None, :] * beta_stride_token + heads[:, None]
-        beta = tl.load(beta_ptrs, mask=token_mask_heads, other=0.0).to(tl.float32)
-        beta = 1.0 / (1.0 + tl.exp(-beta))
+        beta = tl.load(beta_ptrs, mask=token_mask_heads, other=0.0)
         ring_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head
         live_heads = head_mask[:, None] & live[None, :]
         next_live_heads = head_mask[:, None] & next_live[None, :]
         ring_gate = tl.load(ring_decay_ptrs + token[None, :], mask=live_heads, other=0.0)
         later_gate = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
+        gate = gate.to(tl.float32)
+        gate += dt_bias[:, None]
+        gate = tl.where(own[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
+        beta = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
         # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums
         # lose everything once one gate is large.
         weight = tl.where(live[None, :], tl.exp(tl.cumsum(later_gate, 1, reverse=True)), 0.0)
         decay = tl.exp(tl.sum(ring_gate, 1))
         # Sums of the gates up to new token i, from the first one on (passed) and after new token m (since).
-        passed = tl.zeros_like(gate)
-        since = tl.zeros_like(gate)[:, None, :] + tl.zeros([1, TOKEN_ROWS, 1], tl.float32)
-        for t in tl.static_range(NUM_TOKENS):
-            of_token = tl.sum(tl.where(i[None, :] == t, gate, 0.0), 1)
-            passed += tl.where((i >= t)[None, :], of_token[:, None], 0.0)
-            between_them = (m < t)[:, None] & (i >= t)[None, :]
-            since += tl.where(between_them[None, :, :], of_token[:, None, None], 0.0)
+        passed = tl.cumsum(gate, 1)
+        since = tl.cumsum(tl.where((i[None, :] > m[:, None])[None, :, :], gate[:, None, :], 0.0), 2)
         passed = tl.exp(passed)
         column = passed * q_scale[None, :]
         column_k = passed * k_scale[None, :]
@@ -219,13 +217,13 @@ def step(
         later = i[None, :] > m[:, None]
         solve = tl.where(later[None, :, :], beta[:, None, :] * left * pair_score_k[None, :, :], 0.0)
         answer = tl.where((i[None, :] >= m[:, None])[None, :, :], left * pair_score[None, :, :], 0.0)
-        head_weight = tl.sum(weight, 0)
-        head_decay = tl.sum(decay, 0)
-        head_column = tl.sum(column, 0)
-        head_column_k = tl.sum(column_k, 0)
-        head_beta = tl.sum(beta, 0)
-        head_solve = tl.sum(solve, 0)
-        head_answer = tl.sum(answer, 0)
+        head_weight = tl.sum(tl.where(head_mask[:, None], weight, 0.0), 0)
+        head_decay = tl.sum(tl.where(head_mask, decay, 0.0), 0)
+        head_column = tl.sum(tl.where(head_mask[:, None], column, 0.0), 0)
+        head_column_k = tl.sum(tl.where(head_mask[:, None], column_k, 0.0), 0)
+        head_beta = tl.sum(tl.where(head_mask[:, None], beta, 0.0), 0)
+        head_solve = tl.sum(tl.where(head_mask[:, None, None], solve, 0.0), 0)
+        head_answer = tl.sum(tl.where(head_mask[:, None, None], answer, 0.0), 0)
         v_ptrs = x_ptr + token64[None, :] * x_stride_token + head * x_stride_head + p[:, None]
         v = tl.load(v_ptrs, mask=token_mask, other=0.0).to(tl.float32)
         solve_0 = tl.sum(tl.where(m[:, None] == 0, head_solve, 0.0), 0)
@@ -271,7 +269,7 @@ def step(
         out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
         new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
-        tl.store(new_decay_ptrs, gate, mask=appends_decay[None, :])
+        tl.store(new_decay_ptrs, gate, mask=head_mask[:, None] & appends_decay[None, :])
     # One program appends for all heads of a group, and one for all rows of a head.
     appends_b = m < tl.where((first_head % HEADS_PER_GROUP == 0) & (p_block == 0), count, 0)
     b_mask = appends_b[:, None] & (n < STATE_SIZE)[None, :]

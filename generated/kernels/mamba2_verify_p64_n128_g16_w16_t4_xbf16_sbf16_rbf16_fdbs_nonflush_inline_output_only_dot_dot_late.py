@@ -170,8 +170,10 @@ def step(
             mask=live[:, None] & p_mask[None, :],
             other=0.0,
         )
-        heads = head + tl.arange(0, 1)
-        head_mask = tl.full([1], True, tl.int1)
+        # The first of four: vectors over fewer heads and the tokens would lie badly on threads.
+        one = tl.arange(0, 4)
+        heads = head + one
+        head_mask = one < 1
         rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
         dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
         skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
@@ -179,45 +181,42 @@ def step(
             dt_ptr + token64[None, :] * dt_stride_token + heads[:, None],
             mask=head_mask[:, None] & own[None, :],
             other=0.0,
-        ).to(tl.float32)
-        delta += dt_bias[:, None]
-        delta = softplus(delta)
-        delta = tl.where(own[None, :], delta, 0.0)
+        )
         delta_rows = tl.load(
             dt_ptr + token64_rows[None, :] * dt_stride_token + heads[:, None],
             mask=head_mask[:, None] & own_rows[None, :],
             other=0.0,
-        ).to(tl.float32)
-        delta_rows += dt_bias[:, None]
-        delta_rows = softplus(delta_rows)
-        delta_rows = tl.where(own_rows[None, :], delta_rows, 0.0)
+        )
         ring_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head
         live_heads = head_mask[:, None] & live[None, :]
         next_live_heads = head_mask[:, None] & next_live[None, :]
         ring_delta = tl.load(ring_decay_ptrs + token[None, :], mask=live_heads, other=0.0)
         later_delta = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
+        delta = delta.to(tl.float32)
+        delta += dt_bias[:, None]
+        delta = softplus(delta)
+        delta = tl.where(own[None, :], delta, 0.0)
+        delta_rows = delta_rows.to(tl.float32)
+        delta_rows += dt_bias[:, None]
+        delta_rows = softplus(delta_rows)
+        delta_rows = tl.where(own_rows[None, :], delta_rows, 0.0)
         # Weight of ring token j: delta_j exp(A * sum of the deltas after j). Suffix sums, since differences
         # of prefix sums lose everything once one delta is large.
         suffix = tl.cumsum(later_delta, 1, reverse=True)
         weight = ring_delta * tl.exp(rate[:, None] * suffix)
         decay = tl.exp(rate * tl.sum(ring_delta, 1))
         # Sums of the step sizes up to new token i, from the first one on (passed) and after new token m (since).
-        passed = tl.zeros_like(delta)
-        since = tl.zeros_like(delta)[:, None, :] + tl.zeros([1, TOKEN_ROWS, 1], tl.float32)
-        for t in tl.static_range(NUM_TOKENS):
-            of_token = tl.sum(tl.where(i[None, :] == t, delta, 0.0), 1)
-            passed += tl.where((i >= t)[None, :], of_token[:, None], 0.0)
-            between_them = (m < t)[:, None] & (i >= t)[None, :]
-            since += tl.where(between_them[None, :, :], of_token[:, None, None], 0.0)
+        passed = tl.cumsum(delta, 1)
+        since = tl.cumsum(tl.where((i[None, :] > m[:, None])[None, :, :], delta[:, None, :], 0.0), 2)
         column = tl.exp(rate[:, None] * passed)
         # Weight of new token m's x in y_i: delta_m exp(A * sum of the deltas after m, up to i) (B_m C_i), i >= m.
         between = delta_rows[:, :, None] * tl.exp(rate[:, None, None] * since) * pair_score[None, :, :]
         between = tl.where((i[None, :] >= m[:, None])[None, :, :], between, 0.0)
         between += tl.where((i[None, :] == m[:, None])[None, :, :], skip[:, None, None], 0.0)
-        head_weight = tl.sum(weight, 0)
-        head_decay = tl.sum(decay, 0)
-        head_column = tl.sum(column, 0)
-        head_between = tl.sum(between, 0)
+        head_weight = tl.sum(tl.where(head_mask[:, None], weight, 0.0), 0)
+        head_decay = tl.sum(tl.where(head_mask, decay, 0.0), 0)
+        head_column = tl.sum(tl.where(head_mask[:, None], column, 0.0), 0)
+        head_between = tl.sum(tl.where(head_mask[:, None, None], between, 0.0), 0)
         x_mask = own_rows[:, None] & p_mask[None, :]
         x_ptrs = x_ptr + token64_rows[:, None] * x_stride_token + head * x_stride_head + p[None, :]
         x_rows = tl.load(x_ptrs, mask=x_mask, other=0.0)
@@ -239,7 +238,7 @@ def step(
         out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
         new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
-        tl.store(new_decay_ptrs, delta, mask=appends_decay[None, :])
+        tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & appends_decay[None, :])
     # One program appends for all heads of a group, and one for all rows of a head.
     appends_b = m < tl.where((first_head % HEADS_PER_GROUP == 0) & (p_block == 0), count, 0)
     b_mask = appends_b[:, None] & (n < STATE_SIZE)[None, :]

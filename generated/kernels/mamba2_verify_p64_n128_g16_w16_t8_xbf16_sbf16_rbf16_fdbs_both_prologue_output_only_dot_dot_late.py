@@ -150,12 +150,16 @@ def step(
     next_token -= tl.where(next_token >= ring_capacity, ring_capacity, 0)
     b_ptrs = b_ptr + token64_rows[:, None] * b_stride_token + group * b_stride_group + n[None, :]
     b_rows = tl.load(b_ptrs, mask=own_rows[:, None], other=0.0)
-    pair_score = tl.dot(b_rows, tl.trans(c_new))
     # Of fewer than four heads the vectors below would lie badly on threads.
     own_head = tl.arange(0, 4 if HEADS_PER_PROGRAM < 4 else HEADS_PER_PROGRAM)
     heads = first_head + own_head
     h = heads - group * HEADS_PER_GROUP
     head_mask = own_head < HEADS_PER_PROGRAM
+    ring_b = tl.load(
+        ring_b_group_ptr + token[:, None] * ring_b_stride_token + n[None, :],
+        mask=live[:, None],
+        other=0.0,
+    )
     rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
@@ -163,36 +167,42 @@ def step(
         dt_ptr + token64[None, :] * dt_stride_token + heads[:, None],
         mask=head_mask[:, None] & own[None, :],
         other=0.0,
-    ).to(tl.float32)
-    delta += dt_bias[:, None]
-    delta = softplus(delta)
-    delta = tl.where(own[None, :], delta, 0.0)
+    )
     delta_rows = tl.load(
         dt_ptr + token64_rows[None, :] * dt_stride_token + heads[:, None],
         mask=head_mask[:, None] & own_rows[None, :],
         other=0.0,
-    ).to(tl.float32)
-    delta_rows += dt_bias[:, None]
-    delta_rows = softplus(delta_rows)
-    delta_rows = tl.where(own_rows[None, :], delta_rows, 0.0)
+    )
     ring_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head
     live_heads = head_mask[:, None] & live[None, :]
     next_live_heads = head_mask[:, None] & next_live[None, :]
     ring_delta = tl.load(ring_decay_ptrs + token[None, :], mask=live_heads, other=0.0)
     later_delta = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
+    copied_i = tl.arange(0, 8)
+    copied_p = tl.arange(0, HEAD_DIM_BLOCK)
+    copied_tokens = head_mask[:, None] & (copied_i < count)[None, :]
+    copied_mask = copied_tokens[:, :, None] & (copied_p < HEAD_DIM)[None, None, :]
+    copied_x_ptrs = x_ptr + (first_token + copied_i)[None, :, None] * x_stride_token
+    copied_x_ptrs += heads[:, None, None] * x_stride_head + copied_p[None, None, :]
+    copied_x = tl.load(copied_x_ptrs, mask=copied_mask, other=0.0)
+    tl.debug_barrier()
+    pair_score = tl.dot(b_rows, tl.trans(c_new))
+    delta = delta.to(tl.float32)
+    delta += dt_bias[:, None]
+    delta = softplus(delta)
+    delta = tl.where(own[None, :], delta, 0.0)
+    delta_rows = delta_rows.to(tl.float32)
+    delta_rows += dt_bias[:, None]
+    delta_rows = softplus(delta_rows)
+    delta_rows = tl.where(own_rows[None, :], delta_rows, 0.0)
     # Weight of ring token j: delta_j exp(A * sum of the deltas after j). Suffix sums, since differences
     # of prefix sums lose everything once one delta is large.
     suffix = tl.cumsum(later_delta, 1, reverse=True)
     weight = ring_delta * tl.exp(rate[:, None] * suffix)
     decay = tl.exp(rate * tl.sum(ring_delta, 1))
     # Sums of the step sizes up to new token i, from the first one on (passed) and after new token m (since).
-    passed = tl.zeros_like(delta)
-    since = tl.zeros_like(delta)[:, None, :] + tl.zeros([1, TOKEN_ROWS, 1], tl.float32)
-    for t in tl.static_range(NUM_TOKENS):
-        of_token = tl.sum(tl.where(i[None, :] == t, delta, 0.0), 1)
-        passed += tl.where((i >= t)[None, :], of_token[:, None], 0.0)
-        between_them = (m < t)[:, None] & (i >= t)[None, :]
-        since += tl.where(between_them[None, :, :], of_token[:, None, None], 0.0)
+    passed = tl.cumsum(delta, 1)
+    since = tl.cumsum(tl.where((i[None, :] > m[:, None])[None, :, :], delta[:, None, :], 0.0), 2)
     column = tl.exp(rate[:, None] * passed)
     # Weight of new token m's x in y_i: delta_m exp(A * sum of the deltas after m, up to i) (B_m C_i), i >= m.
     between = delta_rows[:, :, None] * tl.exp(rate[:, None, None] * since) * pair_score[None, :, :]
@@ -200,17 +210,10 @@ def step(
     between += tl.where((i[None, :] == m[:, None])[None, :, :], skip[:, None, None], 0.0)
     new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
     tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & own[None, :])
-    copied_i = tl.arange(0, 8)
-    copied_p = tl.arange(0, HEAD_DIM_BLOCK)
-    copied_tokens = head_mask[:, None] & (copied_i < count)[None, :]
-    copied_mask = copied_tokens[:, :, None] & (copied_p < HEAD_DIM)[None, None, :]
-    copied_x_ptrs = x_ptr + (first_token + copied_i)[None, :, None] * x_stride_token
-    copied_x_ptrs += heads[:, None, None] * x_stride_head + copied_p[None, None, :]
     copied_row = ring_start + ring_len + copied_i
     copied_row -= tl.where(copied_row >= ring_capacity, ring_capacity, 0)
     copied_ring_ptrs = ring_x_ptr + slot * ring_x_stride_slot + heads[:, None, None] * ring_x_stride_head
     copied_ring_ptrs += copied_row[None, :, None] * ring_x_stride_token + copied_p[None, None, :]
-    copied_x = tl.load(copied_x_ptrs, mask=copied_mask, other=0.0)
     tl.store(copied_ring_ptrs, copied_x.to(ring_x_ptr.dtype.element_ty), mask=copied_mask)
     scratch_heads_ptr = scratch_group_ptr + GROUP_SCRATCH + h * HEAD_SCRATCH
     tl.store(scratch_heads_ptr[:, None] + 64 + j[None, :], weight, mask=head_mask[:, None])
@@ -287,11 +290,6 @@ def step(
             tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
     else:
         # y = decay * (S0 C) + sum_j weight_j (B_j C) x_j + new * x
-        ring_b = tl.load(
-            ring_b_group_ptr + token[:, None] * ring_b_stride_token + n[None, :],
-            mask=live[:, None],
-            other=0.0,
-        )
         score = tl.dot(ring_b, tl.trans(c_new))
         c_read = tl.trans(c_new)
         for head_offset in tl.range(0, HEADS_PER_PROGRAM, num_stages=NUM_STAGES):
