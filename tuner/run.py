@@ -220,6 +220,10 @@ def _record(
     if tokens not in ([], [1]):
         scope += f", T {', '.join(map(str, tokens))}"
         name += "".join(f"-t{number}" for number in tokens)
+    states = {work.spec.state_dtype for work in job.work}
+    if len(states) == 1:  # a run of all that a model is tuned for has more
+        (state,) = states
+        scope, name = f"{scope}, {state} state", f"{name}-{state}"
     of_run = {**totals, "scope": scope}
     data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
     data["convolutions"] = [result.data() for result in convolved]

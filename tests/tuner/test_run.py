@@ -267,8 +267,8 @@ def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(
     assert ("mix", Cell(work.spec, 16), default.key) in fake.asked, "the default is always a candidate"
     (path,) = (tmp_path / "results").glob("*.json")
     recorded = json.loads(path.read_text())
-    assert path.stem.endswith("-t4"), "runs of several T of one model do not meet in one file"
-    assert recorded["totals"]["scope"].endswith(", T 4")
+    assert path.stem.endswith("-t4-fp32"), "runs of several T of one model do not meet in one file"
+    assert recorded["totals"]["scope"].endswith(", T 4, fp32 state")
     (cell, *_) = recorded["cells"]
     assert cell["spec"] == work.spec.key
     assert cell["flush_share"] == 0.2
