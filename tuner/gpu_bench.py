@@ -45,6 +45,8 @@ class GpuBench:
         self._paths = (modules, triton_cache)
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
+        self.company = 0
+        """Most other processes that have been seen to compute on the GPU while it gated or timed."""
         self.environment: Environment = self._ask("environment", START_TIMEOUT_S)
 
     def __enter__(self) -> GpuBench:
@@ -109,7 +111,7 @@ class GpuBench:
             if not self._pipe.poll(timeout_s):
                 self.close()
                 raise WorkerDiedError("timeout", f"no answer in {timeout_s:.0f} s")
-            status, result = self._pipe.recv()
+            status, result, company = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._exit_code()
             if method == "environment":
@@ -118,6 +120,7 @@ class GpuBench:
                     hint="run `python -c 'import torch; torch.zeros(1).cuda()'` to see what is wrong",
                 ) from error
             raise WorkerDiedError("crash", f"the GPU worker died (exit code {code})") from error
+        self.company = max(self.company, company)
         if status == "ok":
             return result
         if "out of memory" in result or "OutOfMemory" in result:

@@ -44,8 +44,8 @@ _THROTTLED = 0x08 | 0x20 | 0x40 | 0x80
 def serve(pipe: Connection, modules: Path, triton_cache: Path) -> None:
     """Answer requests until the pipe closes.
 
-    Requests are ``(method, *arguments)`` of :class:`GpuWorker`; answers ``("ok", result)`` or
-    ``("error", text)``.
+    Requests are ``(method, *arguments)`` of :class:`GpuWorker`; answers ``("ok", result, company)`` or
+    ``("error", text, company)``, with the count of other processes that compute on the GPU.
     """
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
     worker = GpuWorker(modules)
@@ -55,11 +55,11 @@ def serve(pipe: Connection, modules: Path, triton_cache: Path) -> None:
         except (EOFError, OSError):
             return
         try:
-            answer: tuple[str, Any] = ("ok", getattr(worker, method)(*arguments))
+            answer: tuple[str, Any, int] = ("ok", getattr(worker, method)(*arguments), worker.company())
         except Exception as error:
             if _context_is_dead(error):
                 os._exit(70)
-            answer = ("error", f"{type(error).__name__}: {error}")
+            answer = ("error", f"{type(error).__name__}: {error}", 0)
         pipe.send(answer)
 
 
@@ -88,6 +88,7 @@ class GpuWorker:
         self._stack: tuple[object, LayerStack | ConvStack] | None = None
         self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
         self._throttled = _throttle_reader(self._device)
+        self.company = _company_reader(self._device)
 
     def environment(self) -> Environment:
         """Where measurements are made."""
@@ -212,6 +213,13 @@ def _nvml() -> Iterator[Any]:
     yield pynvml
 
 
+def _handle(nvml: Any, device: torch.device) -> Any:
+    """NVML's handle of a CUDA device: it numbers GPUs as they are, whatever CUDA_VISIBLE_DEVICES says."""
+    import torch
+
+    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
 def _driver_version() -> str:
     try:
         with _nvml() as nvml:
@@ -226,7 +234,7 @@ def _throttle_reader(device: torch.device) -> Callable[[], bool]:
     """Whether the GPU is slowed down by heat or power at the moment; never, where NVML is missing."""
     try:
         with _nvml() as nvml:
-            handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
+            handle = _handle(nvml, device)
             nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     except Exception:
         return lambda: False
@@ -235,3 +243,22 @@ def _throttle_reader(device: torch.device) -> Callable[[], bool]:
         return bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & _THROTTLED)
 
     return throttled
+
+
+def _company_reader(device: torch.device) -> Callable[[], int]:
+    """How many other processes compute on the GPU at the moment; none, where NVML is missing.
+
+    They are counted, not named: of a container's processes NVML knows the numbers outside of it.
+    """
+    try:
+        with _nvml() as nvml:
+            handle = _handle(nvml, device)
+            nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except Exception:
+        return lambda: 0
+
+    def company() -> int:
+        # This process is among them, but for the time before its first work.
+        return max(0, len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)
+
+    return company

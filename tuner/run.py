@@ -122,7 +122,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     minutes = (time.monotonic() - began) / 60
     written = load(emission.table_path)
     notes = [job.target.note, *job.notes, *emission.notes, *_promise_notes(job, before, written)]
-    notes += convolving.notes
+    notes += (*convolving.notes, *_company_notes(gpu_bench.company))
     if results is not None:
         totals = {"tune_minutes": minutes, "resumed": resumed}
         path = _record(
@@ -132,6 +132,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
             cells,
             totals,
             results,
+            gpu_bench.company,
             convolved,
         )
         notes.append(f"recorded in {path}")
@@ -190,15 +191,22 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
         for cell in cells:
             of_step = functools.partial(_compiled, compiled, cell.spec)
             rows += filter(None, [step_row(cell, of_step, environment.triton)])
-    path = _record("bench", job, environment, cells, {}, results)
+    path = _record("bench", job, environment, cells, {}, results, gpu_bench.company)
     return Tuned(
         table=_table(gpu, environment, rows),
         table_path=str(path),
         modules=0,
         specs=(),
         minutes=(time.monotonic() - began) / 60,
-        notes=(job.target.note, *job.notes, f"recorded in {path}"),
+        notes=(job.target.note, *job.notes, *_company_notes(gpu_bench.company), f"recorded in {path}"),
     )
+
+
+def _company_notes(company: int) -> list[str]:
+    if not company:
+        return []
+    who = "another process" if company == 1 else f"{company} other processes"
+    return [f"{who} computed on this GPU meanwhile, which disturbs times: measure again with nothing beside"]
 
 
 def _compiled(found: Mapping[tuple[Spec, Variant], Compiled], spec: Spec, variant: Variant) -> Compiled:
@@ -212,6 +220,7 @@ def _record(
     cells: Sequence[CellResult],
     totals: Mapping[str, float],
     folder: Path,
+    company: int,
     convolved: Iterable[ConvResult] = (),
 ) -> Path:
     models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
@@ -226,6 +235,7 @@ def _record(
         scope, name = f"{scope}, {state} state", f"{name}-{state}"
     of_run = {**totals, "scope": scope}
     data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
+    data["environment"]["other_processes"] = company
     data["convolutions"] = [result.data() for result in convolved]
     return runfile.write_run(folder, data)
 

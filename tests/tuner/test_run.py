@@ -36,6 +36,7 @@ class FakeBench:
     """Stands in for :class:`GpuBench`: early kernels win small batches, others large ones."""
 
     environment = HERE
+    company = 0
     asked: list[tuple[str, Cell, str]]
     wrong: frozenset[str] = frozenset()
     interrupt_after: int | None = None
@@ -150,6 +151,18 @@ def test_a_tune_writes_table_kernels_and_run_file_and_resumes(
     assert again.table.rows == tuned.table.rows
     (path,) = (tmp_path / "again").glob("*.json")
     assert json.loads(path.read_text())["totals"]["resumed"]
+
+
+def test_other_processes_on_the_gpu_are_told_and_recorded(
+    fake: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for company, told in ((0, ""), (1, "another process computed"), (2, "2 other processes computed")):
+        monkeypatch.setattr(fake, "company", company)
+        tuned = run.tune(job(tmp_path), silent, tmp_path / str(company))
+        notes = [note for note in tuned.notes if "computed on this GPU" in note]
+        assert [note.startswith(told) for note in notes] == ([True] if told else [])
+        (path,) = (tmp_path / str(company)).glob("*.json")
+        assert json.loads(path.read_text())["environment"]["other_processes"] == company
 
 
 def invariant(folder: Path, **options: Any) -> Job:
