@@ -141,6 +141,32 @@ class ConvTune:
         able = [tile for tile in space if tile not in wrong]
         return [result for cell in cells if (result := self._choose(cell, able)) is not None]
 
+    def served(self, work: ConvWork, tile_of: Callable[[ConvCell], ConvTile]) -> list[ConvResult]:
+        """Time given tiles, as the final of a tune times winners; a cell in which one does not run has none.
+
+        Raises:
+            GateError: One of them is numerically wrong here.
+        """
+        cells = [ConvCell(work.spec, rows, channels) for rows, channels in work.shapes]
+        tiles_of = {cell: tile_of(cell) for cell in cells}
+        self._phase, self._done = f"convolution {work.spec.key}", 0
+        self._total = len(cells) * (6 * RULES.final_rounds + 3)
+        results = []
+        for cell, tile in tiles_of.items():
+            default = _default(cell)
+            for one in dict.fromkeys((tile, default)):
+                if wrong := self._gate(work.spec, one, work.spec.num_tokens > 1):
+                    raise GateError(
+                        f"a served tile fails the gate: {wrong}",
+                        where=f"{cell.key}: {one.key}",
+                        hint="tune this convolution anew on this GPU",
+                    )
+            entries = [default, *([tile] if tile != default else []), default]
+            found = self._finalists(cell, entries)
+            if found is not None:
+                results.append(found.result(len(entries) - 2, "served"))
+        return results
+
     def _choose(self, cell: ConvCell, able: Sequence[ConvTile]) -> ConvResult | None:
         default = _default(cell)
         screened = {tile: self._time(cell, tile, "") for tile in able}
@@ -154,52 +180,34 @@ class ConvTune:
         )
         rivals = [tile for time_us, tile in others if time_us <= bound][: RULES.finalists]
         entries = [default, *rivals, default]  # the last is the control
-        rounds = self._final(cell, entries)
-        roof = self._measured(cell, ROOF, "", lambda: self._bench.conv_roof(cell, RULES.repeats))
-        if not (rounds and roof.ok):
-            self.notes.append(f"{cell.key} has no row: what had run before did not run in the final")
+        found = self._finalists(cell, entries)
+        if found is None:
             return None
-
-        def gain(place: int) -> float:
-            """Of an entry over the default: the median of the ratios within rounds, less 1."""
-            return exp(statistics.median(log(times[0][0] / times[place][0]) for times in rounds)) - 1.0
-
-        # The control's largest distance from itself, not a median: no fewer rounds may look surer.
-        apart = max(abs(log(times[-1][0] / times[0][0])) for times in rounds)
-        floor = max(RULES.least_floor, exp(apart) - 1.0)
-        needed = max(RULES.least_gain, floor)
-        best = max(range(1, len(entries) - 1), key=gain, default=0)
-        winner = best if best and gain(best) > needed else 0
+        needed = max(RULES.least_gain, found.noise_floor)
+        best = max(range(1, len(entries) - 1), key=found.gain, default=0)
+        winner = best if best and found.gain(best) > needed else 0
         wrong = self._gate(cell.spec, entries[winner], cell.spec.num_tokens == 1) if winner else ""
         reason = f"nothing beats the default by {needed:.1%}"
         if wrong:
             winner, reason = 0, f"the fastest tile, {entries[best].key}, is wrong"
             self.failures.append(f"{cell.spec.key} {entries[best].key}: {wrong}")
         elif winner:
-            reason = f"faster than the default by {gain(best):.1%}, beyond {needed:.1%}"
+            reason = f"faster than the default by {found.gain(best):.1%}, beyond {needed:.1%}"
         elif best:
-            reason += f"; the best by {gain(best):.1%}"
-        samples = [[sample for times in rounds for sample in times[place][1]] for place in (winner, 0)]
-        time_us, default_us = map(statistics.median, samples)
-        return ConvResult(
-            cell,
-            entries[winner],
-            default,
-            time_us,
-            default_us,
-            roof.time_us,
-            floor,
-            tuple(samples[0]),
-            reason,
-        )
+            reason += f"; the best by {found.gain(best):.1%}"
+        return found.result(winner, reason)
 
-    def _final(
-        self, cell: ConvCell, entries: Sequence[ConvTile]
-    ) -> list[list[tuple[float, tuple[float, ...]]]]:
-        """Per round: time of each entry, of a visit forwards and one backwards, and the samples behind it.
+    def _finalists(self, cell: ConvCell, entries: Sequence[ConvTile]) -> _Final | None:
+        """The final of ``entries``, the default first and last, beside the roof; None where one failed."""
+        rounds = self._rounds(cell, entries)
+        roof = self._measured(cell, ROOF, "", lambda: self._bench.conv_roof(cell, RULES.repeats))
+        if rounds and roof.ok:
+            return _Final(cell, tuple(entries), rounds, roof.time_us)
+        self.notes.append(f"{cell.key} has no row: a tile of the final did not run in it")
+        return None
 
-        None at all where an entry failed.
-        """
+    def _rounds(self, cell: ConvCell, entries: Sequence[ConvTile]) -> list[list[_Visits]]:
+        """Per round the visits of each entry; none at all where an entry failed."""
         # Remembered rounds of others are no pair of these.
         group = zlib.crc32("|".join(tile.key for tile in entries).encode())
         places = range(len(entries))
@@ -242,6 +250,46 @@ class ConvTune:
         where = "gate" if tag.startswith("gate") else f"{cell.rows} rows of {cell.channels} channels"
         self._report(Event(self._phase, self._done, max(self._total, self._done), where))
         return known
+
+
+_Visits = tuple[float, tuple[float, ...]]
+"""Time in µs of a visit forwards and one backwards, and the samples behind it."""
+
+
+@dataclass(frozen=True)
+class _Final:
+    """Rounds of visits of some tiles, the default first and last: the last is its own control."""
+
+    cell: ConvCell
+    entries: tuple[ConvTile, ...]
+    rounds: list[list[_Visits]]
+    roof_us: float
+
+    def gain(self, place: int) -> float:
+        """Of an entry over the default: the median of the ratios within rounds, less 1."""
+        return exp(statistics.median(log(times[0][0] / times[place][0]) for times in self.rounds)) - 1.0
+
+    @property
+    def noise_floor(self) -> float:
+        """The control's largest distance from itself, not a median: no fewer rounds may look surer."""
+        apart = max(abs(log(times[-1][0] / times[0][0])) for times in self.rounds)
+        return max(RULES.least_floor, exp(apart) - 1.0)
+
+    def result(self, place: int, reason: str) -> ConvResult:
+        """What a cell is served with: the entry at ``place``."""
+        samples = [[sample for times in self.rounds for sample in times[at][1]] for at in (place, 0)]
+        time_us, default_us = map(statistics.median, samples)
+        return ConvResult(
+            self.cell,
+            self.entries[place],
+            self.entries[0],
+            time_us,
+            default_us,
+            self.roof_us,
+            self.noise_floor,
+            tuple(samples[0]),
+            reason,
+        )
 
 
 def _default(cell: ConvCell) -> ConvTile:

@@ -18,6 +18,7 @@ from ..codegen.compile import Compiled, check_toolchain
 from ..codegen.emit import check_writable, emit, table_path
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
+from ..runtime.conv_lookup import find_tile
 from ..runtime.defaults import default_plan
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
 from ..runtime.plan import Variant
@@ -188,17 +189,29 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
         tuning = MeasuredTune(job, gpu_bench, store, report)
         for work in job.work:
             cells += tuning.served_cells(work, served)
+        convolving = ConvTune(gpu_bench, store, report)
+        convolved = [
+            result
+            for work in job.convolutions
+            for result in convolving.served(
+                work, lambda cell: find_tile(lookup, cell.spec, cell.effective_batch, gpu.info).tile
+            )
+        ]
         for cell in cells:
             of_step = functools.partial(_compiled, compiled, cell.spec)
             rows += filter(None, [step_row(cell, of_step, environment.triton)])
-    path = _record("bench", job, environment, cells, {}, results, gpu_bench.company)
+    path = _record("bench", job, environment, cells, {}, results, gpu_bench.company, convolved)
+    tiles = [result.row(convolving.digest, environment.triton, runfile.today()) for result in convolved]
     return Tuned(
-        table=_table(gpu, environment, rows),
+        table=dataclasses.replace(_table(gpu, environment, rows), convolutions=tuple(tiles)),
         table_path=str(path),
         modules=0,
         specs=(),
         minutes=(time.monotonic() - began) / 60,
-        notes=(job.target.note, *job.notes, *_company_notes(gpu_bench.company), f"recorded in {path}"),
+        notes=(
+            *(job.target.note, *job.notes, *convolving.notes, *_company_notes(gpu_bench.company)),
+            f"recorded in {path}",
+        ),
     )
 
 

@@ -163,3 +163,14 @@ def test_rendering_gives_the_same_bytes_again(modules):
     render.cache_clear()
     for spec, structure in list(modules)[:20]:
         assert render(spec, structure) == modules[spec, structure].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("spec", "precision"), [
+    (SPEC, "tf32"),
+    (replace(SPEC, activation_dtype="fp16", ring_dtype="fp16"), "tf32x3"),
+    (GDN, "tf32"),
+    (replace(GDN, ring_dtype="fp32"), "tf32x3"),
+])  # fmt: skip
+def test_fp32_states_are_read_as_exactly_as_what_comes_of_it(spec, precision):
+    for structure in (Structure("both", readout="dot"), Structure("nonflush", readout="dot")):
+        assert f'tl.dot(s, c_matrix, input_precision="{precision}")' in render(spec, structure)

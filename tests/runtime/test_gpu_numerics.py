@@ -196,6 +196,14 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
         ODD,
         both(Tile(16, 128, 64, heads_per_program=4, num_warps=2, num_stages=2), readout="dot"),
     ),
+    "fp16-of-fp32-dot": (
+        dataclasses.replace(ODD, state_dtype="fp32"),
+        both(Tile(16, 128, 64, heads_per_program=4, num_warps=2, num_stages=2), readout="dot"),
+    ),
+    "gdn-fp32-ring-dot": (
+        dataclasses.replace(SMALL_GDN, ring_dtype="fp32"),
+        both(Tile(16, 64, 32, heads_per_program=2, num_warps=2, num_stages=2), readout="dot"),
+    ),
     "gdn-rebuild": (SMALL_GDN, both(Tile(16, 64, 32), route="rebuild")),
     "gdn-dot": (
         SMALL_GDN,

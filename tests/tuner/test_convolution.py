@@ -19,7 +19,7 @@ from replayssm_tune.runtime.conv_tiles import ConvSpec, ConvTile, default_tile, 
 from replayssm_tune.runtime.table import load, save
 from replayssm_tune.tuner import drawing, models, report, run, tables
 from replayssm_tune.tuner.check import check
-from replayssm_tune.tuner.convolution import ConvTune
+from replayssm_tune.tuner.convolution import RULES, ConvTune
 from replayssm_tune.tuner.errors import GateError
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, ConvCell, Timing, parse_cell
@@ -333,6 +333,31 @@ def test_a_tile_that_does_not_run_loses_and_a_default_that_does_not_leaves_no_ro
     assert "has no row: the default tile did not run (out of memory)" in note
 
 
+def test_served_tiles_are_timed_beside_the_default(bench: FakeBench, tmp_path: Path) -> None:
+    with Store(tmp_path / "store", FAKE_GPU) as store:
+        tuning = ConvTune(bench, store, silent)
+        one, many = tuning.served(WORK, lambda cell: FAST if cell.rows > 1 else default_tile(10, 1))
+        assert (one.tile, many.tile) == (one.default, FAST)
+        assert one.time_us == one.default_time_us == pytest.approx(10.0, rel=0.01)
+        assert many.default_time_us / many.time_us == pytest.approx(1.2, rel=0.01)
+        assert many.roof_us < many.time_us
+        asked = len([ask for ask in bench.asked if ask[0] == "time"])
+        assert asked == 2 * RULES.final_rounds * (2 + 3), "nothing but the served tiles and the default"
+        other = ConvTile(64, 1)
+        bench.wrong = {other: "outputs are off"}
+        with pytest.raises(GateError, match="a served tile fails the gate: outputs are off"):
+            tuning.served(WORK, lambda cell: other)
+
+
+def test_a_served_tile_that_does_not_run_is_told(bench: FakeBench, tmp_path: Path) -> None:
+    bench.broken = lambda tile: tile == FAST
+    with Store(tmp_path / "store", FAKE_GPU) as store:
+        tuning = ConvTune(bench, store, silent)
+        (one,) = tuning.served(WORK, lambda cell: FAST if cell.rows > 1 else default_tile(10, 1))
+    assert one.cell.rows == 1
+    assert "did not run" in tuning.notes[0]
+
+
 # ---- a run, and what it leaves ----
 
 
@@ -380,6 +405,18 @@ def test_a_tune_writes_tiles_beside_rows_and_resumes(
     drawn = documents.convolution_region(records).splitlines()
     assert drawn[-1].startswith("| H200 | 1 | bf16/bf16/bf16 | 64 | 10240 | 2 |")
     assert documents.convolution_region([]) == "No recorded run has timed it yet."
+
+
+def test_a_bench_times_tiles_beside_rows(
+    tuned: tuple[report.Tuned, Job, FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, job, _ = tuned
+    monkeypatch.setattr(run, "user_tables", lambda: (load(Path(done.table_path)),))
+    timed = run.bench(job, tmp_path / "bench", silent)
+    assert [row.tile for row in timed.table.convolutions] == [default_tile(10, 1), FAST]
+    (path,) = (tmp_path / "bench").glob("*.json")
+    content = json.loads(path.read_text())
+    assert [cell["tile"] for cell in content["convolutions"]] == [default_tile(10, 1).key, FAST.key]
 
 
 def test_tables_show_and_explain_tiles(tuned: tuple[report.Tuned, Job, FakeBench]) -> None:
