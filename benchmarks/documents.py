@@ -57,7 +57,13 @@ CURVE_HEADER = ("GPU", "layer", "T", "state")
 
 
 def _curve_row(cell: Cell) -> tuple[str, ...]:
-    return cell["gpu"], layer_name(cell), str(cell["T"]), cell["state_dtype"]
+    return cell["gpu"], layer_name(cell), str(cell["T"]), _stored(cell)
+
+
+def _stored(cell: Cell) -> str:
+    """The state's dtype, and the ring's where it is not the one that is tuned unasked."""
+    ring = cell.get("ring_dtype")
+    return f"{cell['state_dtype']}, {ring} ring" if ring else str(cell["state_dtype"])
 
 
 Times = dict[str, float]
@@ -117,7 +123,7 @@ def materialize_region(records: Sequence[Record]) -> str:
         [
             cell["gpu"],
             layer_name(cell),
-            cell["state_dtype"],
+            _stored(cell),
             str(cell["effective_batch"]),
             *(_time(times, kernel) for kernel in kernels),
             _ratio(times, "roof"),
@@ -221,7 +227,7 @@ ASKED_HEADER = ("figure", "GPU", "of", "value", "asked", "reached")
 
 def _cells_in_words(cell: Cell, layer: str, batch: str = "") -> str:
     batch = batch or f"batch {cell['effective_batch']}"
-    return f"{layer}, T {cell['T']}, {cell['state_dtype']}, {batch}"
+    return f"{layer}, T {cell['T']}, {_stored(cell)}, {batch}"
 
 
 def _unit(record: Record) -> str:

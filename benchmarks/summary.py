@@ -151,7 +151,9 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
             continue
         claim = f"{branch}_roof_share"
         asked = None
-        if all(key[name] == wanted for name, wanted in ASKED_OF[spec.family].items()):
+        if "ring_dtype" not in key and all(
+            key[name] == wanted for name, wanted in ASKED_OF[spec.family].items()
+        ):
             asked = ASKED_SHARES.get((claim, spec.family, spec.num_tokens), {}).get(spec.state_dtype)
         yield _record(claim, key, roof / time_us[branch], asked, "1", True)
         launch = cell.get("launch_us", {}).get(branch)
@@ -264,6 +266,10 @@ def _growth(tokens: Sequence[int], found: Sequence[float]) -> float | None:
 
 
 def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
+    """What tells a cell apart; its ring's dtype only where that is not the one that is tuned unasked."""
+    ring = (
+        {} if spec.is_native or spec.ring_dtype == Spec.activation_dtype else {"ring_dtype": spec.ring_dtype}
+    )
     return {
         "family": spec.family,
         "op": OPS.get(spec.op, spec.op),
@@ -273,6 +279,7 @@ def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
         "state_size": spec.state_size,
         "heads_per_group": spec.heads_per_group,
         "state_dtype": spec.state_dtype,
+        **ring,
         "effective_batch": effective_batch,
         "gpu": gpu,
     }

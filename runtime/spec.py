@@ -207,10 +207,11 @@ class Spec:
         family = f"--family {self.family} " if self.family != "mamba2" else ""
         window = f" --buffer-len {self.window}" if self.window else ""
         drafts = f" --drafts {self.num_tokens - 1}" if self.verifies else ""
+        ring = " --ring-dtype fp32" if self.window and self.ring_dtype == "fp32" else ""
         return (
             f"replayssm-tune tune {family}--heads {self.heads_per_group} --head-dim {self.head_dim} "
             f"--state-size {self.state_size} --groups 1 --tp 1 --state-dtype {self.state_dtype}"
-            f"{window}{drafts}"
+            f"{ring}{window}{drafts}"
         )
 
     @property

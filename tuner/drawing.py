@@ -294,10 +294,13 @@ def draw_explained(data: Data, console: Console) -> None:
     if data["whole"]:
         for cell in data["cells"]:
             _draw_chain(cell, data["gpu"], console)
+            _tell_tune_command([cell], console)
         return
-    for spec, cells in itertools.groupby(data["cells"], lambda cell: cell["spec"]):
+    for spec, group in itertools.groupby(data["cells"], lambda cell: cell["spec"]):
+        cells = list(group)
         console.print(f"{spec} on {data['gpu']}")
-        _draw_answers(list(cells), console)
+        _draw_answers(cells, console)
+        _tell_tune_command(cells, console)
     console.print("every place that was looked in is shown with --chain, for a single cell, and by --json")
 
 
@@ -310,6 +313,12 @@ def _draw_chain(cell: Data, gpu: str, console: Console) -> None:
         mark = "*" if candidate["served"] else " "
         place = f" {candidate['table']}" if candidate["table"] else ""
         console.print(f"  {mark} {candidate['step']}{place}: {candidate['had']}; {candidate['outcome']}")
+
+
+def _tell_tune_command(cells: Iterable[Data], console: Console) -> None:
+    """Name the command that gives rows to cells of one spec that have none."""
+    for command in dict.fromkeys(cell["tune_command"] for cell in cells if cell["tune_command"]):
+        console.print(f"  where no table has a row: {command}", soft_wrap=True)
 
 
 _PLAN_WIDTH: Final = 48

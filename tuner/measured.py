@@ -35,7 +35,7 @@ from .mix import flush_share
 from .progress import Event, Report
 from .records import ROLE_MODES, Cell, Measurement, Timing, score_mode
 from .records import Event as Measured
-from .request import Job, Work
+from .request import Job, Work, curves
 from .rows import CellResult
 from .search import Ranked, Ranking, Settings, compose, interleave, search
 from .search import Space as SearchSpace
@@ -78,11 +78,12 @@ class MeasuredTune:
         self._gpu = job.target.gpu
         self._stage = ""
         self.meter = Meter(bench, store, digest=_digest, progress=self._measured)
-        curves = {spec: work.effective_batches for work in job.work for spec in work.specs}
+        self._curves = curves(job.work)
         self._seeds = {
-            (spec, batch): seeds(spec, batch, known) for spec, curve in curves.items() for batch in curve
+            (spec, batch): seeds(spec, batch, known)
+            for spec, curve in self._curves.items()
+            for batch in curve
         }
-        self._curves = curves
         budget = job.budget
         self._began = time.monotonic()
         self._deadline = math.inf if budget.minutes is None else self._began + 60 * budget.minutes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.resources
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -300,6 +301,7 @@ def specs(
     state_dtypes: Iterable[str],
     window: int,
     drafts: int = 0,
+    ring_dtypes: Iterable[str] = (),
 ) -> list[tuple[Spec, int]]:
     """Every ``step`` (with drafts: ``verify``) spec of ``model`` with the heads that one GPU holds of it.
 
@@ -311,6 +313,7 @@ def specs(
         state_dtypes: ``fp32``, ``bf16``, ``fp16``; empty takes the model's own.
         window: Ring tokens before a flush.
         drafts: Draft tokens verified per step; a step takes ``1 + drafts`` tokens.
+        ring_dtypes: That of the activations, ``fp32``; empty takes the first alone.
 
     Raises:
         SpecError: A split or a shape that no kernel can serve; the place names the model.
@@ -318,7 +321,10 @@ def specs(
     found: list[tuple[Spec, int]] = []
     for gpus in tensor_parallel:
         share = split(model, gpus)
-        for state_dtype in tuple(state_dtypes) or (model.state_dtype,):
+        stored = itertools.product(
+            tuple(state_dtypes) or (model.state_dtype,), tuple(ring_dtypes) or (Spec.activation_dtype,)
+        )
+        for state_dtype, ring_dtype in stored:
             try:
                 spec = Spec(
                     family=model.family,
@@ -329,6 +335,7 @@ def specs(
                     window=window,
                     num_tokens=1 + drafts,
                     state_dtype=state_dtype,
+                    ring_dtype=ring_dtype,
                     has_d=model.family == "mamba2",
                     qk_l2norm=model.family == "gdn",
                 )

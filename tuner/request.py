@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -76,6 +76,18 @@ def timed_specs(spec: Spec) -> tuple[Spec, ...]:
     Of what materialises states there is none: engines without a ring have nothing to fold.
     """
     return (spec,) if spec.op == "materialize" else (spec, spec.native)
+
+
+def curves(work: Iterable[Work]) -> dict[Spec, tuple[int, ...]]:
+    """Effective batches, ascending, of everything that is timed for ``work``.
+
+    Specs whose rings alone differ share the baseline without one, at the batches of all of them.
+    """
+    found: dict[Spec, tuple[int, ...]] = {}
+    for item in work:
+        for spec in item.specs:
+            found[spec] = tuple(sorted({*found.get(spec, ()), *item.effective_batches}))
+    return found
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,7 @@ def resolve_work(
     *,
     tensor_parallel: Sequence[int] = (),
     state_dtypes: Sequence[str] = (),
+    ring_dtypes: Sequence[str] = (),
     window: int = 16,
     drafts: Sequence[int] = (0,),
     batches: Sequence[int] = (),
@@ -228,6 +241,7 @@ def resolve_work(
         gpu: Bounds the batches by its memory.
         tensor_parallel: Splits; empty takes the usual ones that each model can have.
         state_dtypes: Empty takes fp32, bf16 and the model's own.
+        ring_dtypes: That of the activations, fp32; empty takes the first alone.
         window: Ring tokens before a flush.
         drafts: Draft tokens per step, one spec each.
         batches: Sequences per GPU; empty takes the canonical grid, from one sequence of the most
@@ -247,7 +261,7 @@ def resolve_work(
                 notes.append(note)
             dtypes = state_dtypes or dict.fromkeys((*DEFAULT_STATE_DTYPES, model.state_dtype))
             for count in drafts:
-                for spec, heads in specs(model, (gpus,), dtypes, window, count):
+                for spec, heads in specs(model, (gpus,), dtypes, window, count, ring_dtypes):
                     heads_of.setdefault(spec, set()).add(heads)
                     layer = f"{model.name} tp{gpus}"
                     names = layers_of.setdefault(spec, [])
@@ -352,7 +366,7 @@ def _effective_batches(spec: Spec, heads: set[int], batches: Sequence[int], gpu:
                 f"{LAYER_BUFFERS} such layers do not fit in the {gpu.memory_bytes / 2**30:.0f} GiB "
                 f"of {gpu.name}",
                 where="--batch",
-                hint="ask for a smaller batch, a 16-bit state or a higher --tp"
+                hint="ask for a smaller batch, a 16-bit state or ring, or a higher --tp"
                 + (", or fewer --drafts: the baseline keeps a state for each" if spec.verifies else ""),
             )
     return tuple(asked)

@@ -35,7 +35,7 @@ from .measured import MeasuredTune, budget_share, cache_folder, workers
 from .progress import Report
 from .records import Environment
 from .report import Invariant, Planned, Served, SpecPlan, Tuned
-from .request import Job, Work
+from .request import Job, Work, curves
 from .rows import CellResult, native_row, step_row
 from .static import static_jobs, static_tune
 from .store import Store
@@ -97,7 +97,6 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         return _static(job, report)
     began = time.monotonic()
     gpu = job.target.gpu
-    rows: list[Row] = []
     cells: list[CellResult] = []
     with (
         CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool,
@@ -113,10 +112,9 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         convolved = [result for work in job.convolutions for result in convolving.results(work)]
         shares = [budget_share(work) for work in job.work]
         for i, work in enumerate(job.work):
-            results_of_work = tuning.cells(work, found, shares[i] / sum(shares[i:]))
-            cells += results_of_work
-            rows += _rows(results_of_work, found, environment.triton)
+            cells += tuning.cells(work, found, shares[i] / sum(shares[i:]))
     tiles = [result.row(convolving.digest, environment.triton, runfile.today()) for result in convolved]
+    rows = _rows(cells, found, environment.triton)
     table = dataclasses.replace(_table(gpu, environment, rows), convolutions=tuple(tiles))
     before = _held(job)
     emission = emit(job.output, table)
@@ -246,6 +244,10 @@ def _record(
     if len(states) == 1:  # a run of all that a model is tuned for has more
         (state,) = states
         scope, name = f"{scope}, {state} state", f"{name}-{state}"
+    rings = sorted({work.spec.ring_dtype for work in job.work})
+    if rings != [Spec.activation_dtype]:
+        scope += f", {' and '.join(rings)} ring"
+        name += "".join(f"-r{dtype}" for dtype in rings)
     of_run = {**totals, "scope": scope}
     data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
     data["environment"]["other_processes"] = company
@@ -330,12 +332,15 @@ def _known_rows(job: Job) -> tuple[Row, ...]:
 
 
 def _rows(cells: Iterable[CellResult], found: Mapping[Spec, Candidates], version: str) -> list[Row]:
-    rows = []
+    """Rows of the cells and of their baselines; of one that several cells share, that of the first."""
+    rows: dict[tuple[Spec, int], Row] = {}
     for cell in cells:
-        rows.append(step_row(cell, found[cell.spec].compiled.__getitem__, version))
+        made = [step_row(cell, found[cell.spec].compiled.__getitem__, version)]
         if cell.native is not None:
-            rows.append(native_row(cell, found[cell.spec.native].compiled.__getitem__, version))
-    return [row for row in rows if row is not None]
+            made.append(native_row(cell, found[cell.spec.native].compiled.__getitem__, version))
+        for row in filter(None, made):
+            rows.setdefault(row.key, row)
+    return list(rows.values())
 
 
 def _table(gpu: Gpu, environment: Environment, rows: Sequence[Row]) -> Table:
@@ -344,9 +349,7 @@ def _table(gpu: Gpu, environment: Environment, rows: Sequence[Row]) -> Table:
 
 
 def _spec_plans(work: Iterable[Work], found: Mapping[Spec, Candidates]) -> tuple[SpecPlan, ...]:
-    return tuple(
-        found[spec].plan(item.effective_batches) for item in work for spec in item.specs if spec in found
-    )
+    return tuple(found[spec].plan(curve) for spec, curve in curves(work).items() if spec in found)
 
 
 def _served(job: Job, gpu: Gpu, written: Table) -> tuple[Served, ...]:

@@ -14,7 +14,7 @@ def seeds(spec: Spec, effective_batch: int, rows: Iterable[Row]) -> tuple[Varian
     """Kernels of measured rows of specs with the same family, op and tokens, likeliest first.
 
     What counts first is how near the row's batch is (in half octaves), then how near its shape and
-    state dtype are.
+    dtypes are.
     """
     akin = (spec.family, spec.op, spec.num_tokens)
 
@@ -23,6 +23,7 @@ def seeds(spec: Spec, effective_batch: int, rows: Iterable[Row]) -> tuple[Varian
         return (
             round(2 * abs(math.log2(effective_batch / row.effective_batch))),
             of.state_dtype != spec.state_dtype,
+            of.ring_dtype != spec.ring_dtype,
             (of.head_dim, of.state_size) != (spec.head_dim, spec.state_size),
             of.window != spec.window,
             abs(of.heads_per_group - spec.heads_per_group),

@@ -124,6 +124,7 @@ def explained_info(
                     "plan_short": short(found.plan),
                     "step": found.step,
                     "reason": found.reason,
+                    "tune_command": item.spec.tune_command if found.row is None else "",
                     "row_batch": None if found.row is None else found.row.effective_batch,
                     "numerics": found.plan.numerics,
                     "batch_invariant": found.batch_invariant,

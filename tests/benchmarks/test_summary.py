@@ -1,6 +1,7 @@
 """Figures derived from run files; documents that state them; the figure drawn from them."""
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,34 @@ def test_what_is_asked_stands_beside_the_cells_it_is_asked_of():
     }
     assert asked == {("fp32", 32768): 0.87, ("fp32", 128): None, ("bf16", 32768): 0.79}
     assert all(r["asked"] == 0.995 for r in summary.select(records, "mix_vs_native"))
+
+
+def test_rings_of_another_dtype_are_cells_of_their_own():
+    wide = cell(
+        32768, spec=KEY.format("fp32").replace("-rbf16", "-rfp32"), time_us={"mix": 320.0, "nonflush": 260.0}
+    )
+    spec = Spec.parse(wide["spec"])
+    folds = {"time_us": {"materialize": 20.0}, "native_us": None, "roof_us": {}, "default_us": {}}
+    records = summary.derive(
+        [
+            (
+                "a.json",
+                run(cell(32768), cell(1024, spec=replace(spec, ring_dtype="bf16").materialize.key, **folds)),
+            ),
+            ("b.json", run(wide, cell(1024, spec=spec.materialize.key, **folds), date="2026-12-01")),
+        ]
+    )
+    assert value(records, "step_time_us", kernel="replay", ring_dtype=None) == 300.0
+    assert value(records, "step_time_us", kernel="replay", ring_dtype="fp32") == 320.0
+    asked = {r["cell"].get("ring_dtype"): r["asked"] for r in summary.select(records, "nonflush_roof_share")}
+    assert asked == {None: 0.87, "fp32": None}
+    assert len(summary.select(records, "materialize_time_us", kernel="replay")) == 2
+    states = [row.split(" | ")[3] for row in documents.steps_region(records).splitlines()[2:]]
+    assert states == ["fp32", "fp32, fp32 ring"]
+    states = [row.split(" | ")[2] for row in documents.materialize_region(records).splitlines()[2:]]
+    assert states == ["fp32", "fp32, fp32 ring"]
+    (panel,) = figure.info(records, "H200", family="mamba2", head_dim=64)
+    assert panel.series["replay"] == ((32768, 300.0),)
 
 
 def test_layers_of_both_families_are_told_apart():

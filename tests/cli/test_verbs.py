@@ -185,6 +185,51 @@ def test_layers_of_gdn_by_name_and_by_shape(call, tuner):
     assert shaped[0].layers == ("gdn 64x128x128 tp1", "gdn 64x128x128 tp8")
 
 
+@pytest.mark.parametrize("verb", ["tune", "plan", "bench"])
+def test_rings_of_another_dtype_are_asked_for(call, tuner, present, verb):
+    present("H200")
+    given = ("--model", "qwen3.5-4b", "--tp", "1", "--state-dtype", "fp32", "--batch", "2")
+    assert call(verb, *given)[0] == 0
+    assert call(verb, *given, "--ring-dtype", "FP32")[0] == 0
+    assert call(verb, *given, "--ring-dtype", "bf16,fp32,fp32")[0] == 0
+    jobs = (given[0] if verb == "bench" else given for _, given in tuner.calls)
+    default, wide, both = ([work.spec for work in job.work] for job in jobs)
+    step = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+    assert default == [step, step.materialize]
+    step_of_wide = dataclasses.replace(step, ring_dtype="fp32")
+    assert wide == [step_of_wide, step_of_wide.materialize]
+    assert both == [step, step_of_wide, step.materialize, step_of_wide.materialize]
+
+
+@pytest.mark.parametrize("ring", ["bf16", "fp32"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_command_that_tunes_a_layer_does(call, tuner, present, ring, drafts):
+    present("H200")
+    step = Spec("gdn", "step", 64, 32, 2, 8, has_d=False, qk_l2norm=True, state_dtype="bf16", ring_dtype=ring)
+    if drafts:
+        step = dataclasses.replace(step, op="verify", num_tokens=1 + drafts)
+    program, *arguments = step.tune_command.split()
+    assert program == "replayssm-tune"
+    assert call(*arguments)[0] == 0
+    assert [work.spec for work in tuner.calls[-1][1].work] == [step, step.materialize]
+    assert call(*step.materialize.tune_command.split()[1:])[0] == 0
+    assert step.materialize in [work.spec for work in tuner.calls[-1][1].work]
+
+
+def test_cells_without_a_row_are_explained_with_the_command_that_tunes_them(call, tmp_path):
+    save(samples.table(samples.measured_row(128), gpu=targets.find("H200").info), tmp_path / "h200.json")
+    layer = ("--model", "nemotron-3-super-120b-a12b", "--tp", "1", "--state-dtype", "fp32")
+    given = ("table", "explain", str(tmp_path), "--gpu", "H200", *layer)
+    wide = dataclasses.replace(samples.SPEC, ring_dtype="fp32").tune_command
+    assert "--ring-dtype fp32" in wide
+    for batches in ("1", "1,64"):
+        out = call(*given, "--batch", batches, "--ring-dtype", "fp32")[1]
+        assert out.count(f"where no table has a row: {wide}\n") == 1
+    assert "where no table has a row" not in call(*given, "--batch", "1")[1]
+    out = call(*given, "--batch", "1,64")[1]
+    assert out.count(f"where no table has a row: {samples.SPEC.tune_command}\n") == 1
+
+
 @pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])
 def test_json_is_one_document_and_the_only_thing_on_stdout(call, verb):
     arguments = (verb,) if verb in ("check", "generate") else (verb, "--gpu", "H100")

@@ -139,6 +139,10 @@ def test_the_command_that_tunes_a_layer_names_its_shape():
     drafts = dataclasses.replace(step, op="verify", num_tokens=4)
     assert drafts.tune_command == f"{step.tune_command} --drafts 3"
     assert drafts.native.tune_command == f"replayssm-tune tune {shape} --drafts 3"
+    wide = dataclasses.replace(drafts, ring_dtype="fp32")
+    assert wide.tune_command == f"replayssm-tune tune {shape} --ring-dtype fp32 --buffer-len 32 --drafts 3"
+    assert wide.materialize.tune_command == f"replayssm-tune tune {shape} --ring-dtype fp32 --buffer-len 32"
+    assert wide.native.tune_command == drafts.native.tune_command
 
 
 def test_another_solve_is_another_class_of_numerics():

@@ -103,6 +103,9 @@ def test_the_default_is_last_and_strict_mode_refuses_it():
     assert "no table has a row" in found.reason
     with pytest.raises(DispatchError, match=r"no table has a row for mamba2-step.*H200.*replayssm-tune tune"):
         only_foreign.find(SPEC, 128, H200, strict=True)
+    wide = dataclasses.replace(SPEC, ring_dtype="fp32")
+    with pytest.raises(DispatchError, match=r"tune it with '.* --state-dtype fp32 --ring-dtype fp32 "):
+        Lookup([MEASURED]).find(wide, 128, H200, strict=True)
     assert Lookup([ARCHITECTURE]).find(SPEC, 128, H200, strict=True).row is not None
 
 

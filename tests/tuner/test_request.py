@@ -1,6 +1,7 @@
 """The claim about the GPU, the cells of a request, and budgets."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,55 @@ def test_specs_of_equal_rings_share_what_materialises_their_states():
     assert request.layer_bytes(found[0].spec, 128) - request.layer_bytes(work[0].spec, 128) == work[
         0
     ].spec.state_bytes(128)
+
+
+def test_rings_are_of_the_activations_dtype_unless_asked_for():
+    layer = models.find("qwen3.5-4b")
+    given: dict[str, Any] = {"tensor_parallel": (1,), "state_dtypes": ("fp32", "bf16"), "drafts": (0, 3)}
+    default, _ = resolve_work([layer], H200, **given)
+    assert {item.spec.ring_dtype for item in default} == {"bf16"}
+    asked, _ = resolve_work([layer], H200, **given, ring_dtypes=("bf16",))
+    assert asked == default
+    wide, _ = resolve_work([layer], H200, **given, ring_dtypes=("fp32",))
+    assert [item.spec for item in wide] == [
+        dataclasses.replace(item.spec, ring_dtype="fp32") for item in default
+    ]
+    both, _ = resolve_work([layer], H200, **given, ring_dtypes=("bf16", "fp32"))
+    assert set(both) == {*default, *wide}
+    folds = request.materializing(both, H200)
+    assert {(item.spec.state_dtype, item.spec.ring_dtype) for item in folds} == {
+        (state, ring) for state in ("fp32", "bf16") for ring in ("bf16", "fp32")
+    }
+    with pytest.raises(ReplayError, match="ring_dtype 'fp16' must be the activation dtype"):
+        resolve_work([layer], H200, ring_dtypes=("fp16",))
+
+
+def test_wider_rings_take_more_memory_and_share_the_baseline():
+    layer = models.find("qwen3.5-4b")
+    (narrow, wide), _ = resolve_work(
+        [layer], H200, tensor_parallel=(1,), state_dtypes=("bf16",), ring_dtypes=("bf16", "fp32")
+    )
+    more = 32 * 17 * 128 * 2 + 16 * 17 * 128 * 2
+    assert request.layer_bytes(wide.spec, 32) == request.layer_bytes(narrow.spec, 32) + more
+    both = request.curves((narrow, dataclasses.replace(wide, effective_batches=(1, 32))))
+    assert both == {
+        narrow.spec: narrow.effective_batches,
+        narrow.spec.native: (1, *narrow.effective_batches),
+        wide.spec: (1, 32),
+    }
+    # A grid that ends where the ring alone does not fit any more.
+    last = narrow.effective_batches[-1]
+    tight = dataclasses.replace(
+        H200,
+        memory_bytes=int(
+            request.LAYER_BUFFERS * request.layer_bytes(narrow.spec, last) / request.MEMORY_SHARE
+        )
+        + 1,
+    )
+    (narrow, wide), _ = resolve_work(
+        [layer], tight, tensor_parallel=(1,), state_dtypes=("bf16",), ring_dtypes=("bf16", "fp32")
+    )
+    assert narrow.effective_batches[-1] == last > wide.effective_batches[-1]
 
 
 def test_batches_whose_second_states_do_not_fit_are_left_out():

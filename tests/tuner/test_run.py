@@ -99,13 +99,18 @@ def fake(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> type[FakeBench]:
 
 
 def job(
-    folder: Path, batches: tuple[int, ...] = (1, 64), budget: Budget | None = None, drafts: int = 0
+    folder: Path,
+    batches: tuple[int, ...] = (1, 64),
+    budget: Budget | None = None,
+    drafts: int = 0,
+    rings: tuple[str, ...] = (),
 ) -> Job:
     work, _ = resolve_work(
         [models.find("nemotron-3-super-120b-a12b")],
         GPU,
         tensor_parallel=(8,),
         state_dtypes=("fp32",),
+        ring_dtypes=rings,
         drafts=(drafts,),
         batches=batches,
     )
@@ -299,6 +304,42 @@ def test_drafts_are_tuned_beside_a_baseline_that_keeps_a_state_for_each(
     fake.asked.clear()
     run.tune(here, silent)
     assert fake.asked == [], "everything was remembered"
+
+
+def test_rings_of_two_dtypes_share_a_baseline_and_are_named(fake: type[FakeBench], tmp_path: Path) -> None:
+    here = job(tmp_path, rings=("bf16", "fp32"))
+    narrow, wide = here.work
+    # More batches of one ring than of the other, as where memory ends.
+    here = dataclasses.replace(here, work=(narrow, dataclasses.replace(wide, effective_batches=(16,))))
+    tuned = run.tune(here, silent, tmp_path / "results")
+    assert not tuned.missing
+    native = narrow.spec.native
+    assert wide.spec.native == native
+    assert [row.key for row in tuned.table.rows] == sorted(
+        [*((spec, batch) for spec in (narrow.spec, native) for batch in (16, 1024)), (wide.spec, 16)]
+    )
+    times_us = {row.key: (row.time_us, row.native_time_us) for row in tuned.table.rows}
+    assert times_us[wide.spec, 16][1] == times_us[narrow.spec, 16][1] == times_us[native, 16][0]
+    assert {plan.spec: plan.effective_batches for plan in tuned.specs} == {
+        narrow.spec: (16, 1024), native: (16, 1024), wide.spec: (16,),
+    }  # fmt: skip
+    assert len(tuned.specs) == 3
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert path.stem.endswith("120b-a12b-fp32-rbf16-rfp32")
+    recorded = json.loads(path.read_text())
+    assert recorded["totals"]["scope"].endswith(", fp32 state, bf16 and fp32 ring")
+    assert [cell["spec"] for cell in recorded["cells"]] == [narrow.spec.key, narrow.spec.key, wide.spec.key]
+
+
+def test_a_run_of_rings_that_are_not_the_default_says_so(fake: type[FakeBench], tmp_path: Path) -> None:
+    here, _ = with_materializing(job(tmp_path, batches=(1,), drafts=3, rings=("fp32",)))
+    run.tune(here, silent, tmp_path / "results")
+    run.bench(here, tmp_path / "results", silent)
+    names = sorted(path.stem.partition("nemotron")[2] for path in (tmp_path / "results").glob("*.json"))
+    assert names == ["-3-super-120b-a12b-t4-fp32-rfp32"] * 2
+    for path in (tmp_path / "results").glob("*.json"):
+        totals = json.loads(path.read_text())["totals"]
+        assert totals["scope"].endswith(", T 4, fp32 state, fp32 ring")
 
 
 def with_materializing(here: Job) -> tuple[Job, Spec]:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from ...codegen.targets import Gpu
-from ...runtime.spec import DTYPE_BYTES, FAMILIES
+from ...runtime.spec import DTYPE_BYTES, FAMILIES, Spec
 from .. import models, request
 from ..errors import UsageError
 from ..models import Model
@@ -20,6 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 STORE: Final = Path(".replayssm/store")
 OUTPUT: Final = Path(".replayssm/generated")
 """Where a run keeps its measurements and puts its results unless told otherwise."""
+RING_DTYPES: Final = (Spec.activation_dtype, "fp32")
+"""What a ring may be stored in: as the activations, which is what is tuned unless asked for, or fp32."""
 
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -44,15 +46,19 @@ def integers(minimum: int) -> Callback:
     return parse
 
 
-def dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+def dtypes(allowed: Sequence[str]) -> Callback:
     """Callback of an option that takes dtypes separated by commas; repeated values count once."""
-    if value is None:
-        return None
-    names = tuple(dict.fromkeys(part.strip().lower() for part in value.split(",")))
-    for name in names:
-        if name not in DTYPE_BYTES:
-            raise click.BadParameter(f"'{name}' is not one of {', '.join(DTYPE_BYTES)}", ctx, param)
-    return names
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        names = tuple(dict.fromkeys(part.strip().lower() for part in value.split(",")))
+        for name in names:
+            if name not in allowed:
+                raise click.BadParameter(f"'{name}' is not one of {', '.join(allowed)}", ctx, param)
+        return names
+
+    return parse
 
 
 def store_location(ctx: click.Context, param: click.Parameter, value: str) -> Path | str:
@@ -137,9 +143,16 @@ def workload_options(function: Function) -> Function:
         ),
         click.option(
             "--state-dtype",
-            callback=dtypes,
+            callback=dtypes(tuple(DTYPE_BYTES)),
             metavar="LIST",
             help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16 and the model's own.",
+        ),
+        click.option(
+            "--ring-dtype",
+            callback=dtypes(RING_DTYPES),
+            metavar="LIST",
+            help=f"Dtypes of the layers' rings: {RING_DTYPES[0]}, that of the activations, or "
+            f"{RING_DTYPES[1]}. Default: {RING_DTYPES[0]}.",
         ),
         click.option(
             "--buffer-len",
@@ -262,15 +275,15 @@ def resolve_workload(
     tp: Sequence[int] | None,
     drafts: Sequence[int],
     state_dtype: Sequence[str] | None,
+    ring_dtype: Sequence[str] | None,
     buffer_len: int,
     batch: Sequence[int] | None,
 ) -> tuple[tuple[request.Work, ...], tuple[str, ...], tuple[request.ConvWork, ...]]:
     """Cells, notes and convolutions that the options add up to; parameters carry the options' names."""
     chosen = selected_models(model_names, hf_config, heads, head_dim, state_size, groups, family)
     split: dict[str, Any] = {"tensor_parallel": tp or (), "drafts": drafts, "batches": batch or ()}
-    work, notes = request.resolve_work(
-        chosen, gpu, state_dtypes=state_dtype or (), window=buffer_len, **split
-    )
+    stored: dict[str, Any] = {"state_dtypes": state_dtype or (), "ring_dtypes": ring_dtype or ()}
+    work, notes = request.resolve_work(chosen, gpu, window=buffer_len, **stored, **split)
     return work, notes, request.resolve_convolutions(chosen, **split)
 
 
