@@ -34,7 +34,8 @@ def commit(
     batch so are rows without tokens: those have not flushed either.
 
     Args:
-        accepted: (rows,) int32 or int64, tokens kept, 0 to those of the row (clamped to that).
+        accepted: (rows,) int32 or int64, tokens kept, 0 to those of the row: kernels clamp to that. What it
+            says of padded rows is not looked at.
         ring_start: (slots,) int32; written.
         ring_len: (slots,) int32; written.
         slot_index: (rows,) int32 or int64, as in the step; no live slot twice.
@@ -46,7 +47,8 @@ def commit(
         null_slot: As in the step.
 
     Raises:
-        ArgumentError: A tensor or number does not fit.
+        ArgumentError: A tensor or number does not fit; on a CPU also where a row keeps fewer than no tokens
+            or more than it has, or its slot or cursors are out of range. Nothing has been written then.
     """
     tensors = (accepted, ring_start, ring_len, slot_index, query_start)
     _commit(tensors, (window, num_tokens, capacity), null_slot)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .history import History, attended, fold, gdn_weights, live_tokens, mamba2_weights, sums_up_to
 from .oracle import softplus
-from .rows import draft_slots, folded_rows, live_cursors, live_rows, new_tokens, owned_tokens
+from .rows import draft_slots, folded_rows, kept_tokens, live_cursors, live_rows, new_tokens, owned_tokens
 
 
 def mamba2_verify(
@@ -279,7 +279,7 @@ def commit(
     _, count = owned_tokens(query_start, slot_index, num_tokens)
     row, slot = live_rows(torch.where(count > 0, slot_index, -1), null_slot, len(ring_len))
     start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
-    kept = torch.minimum(accepted[row].clamp(min=0), count[row]).to(ring_len.dtype)
+    kept = kept_tokens(row, accepted, count).to(ring_len.dtype)
     flushed = length + num_tokens > window
     ring_start[slot] = torch.where(flushed, (start + length) % capacity, start)
     ring_len[slot] = torch.where(flushed, kept, length + kept)

@@ -1,4 +1,4 @@
-"""Values of slots, cursors and row starts, which kernels do not look at, as calls on CPUs check them."""
+"""Values of slots, cursors, counts and row starts, checked by calls on CPUs; kernels check none of them."""
 
 from __future__ import annotations
 
@@ -82,6 +82,29 @@ def owned_tokens(
             hint=f"query_start goes from 0{most} in steps of 0 to num_tokens = {num_tokens}",
         )
     return bounds[:-1], count
+
+
+def kept_tokens(row: Tensor, accepted: Tensor, count: Tensor) -> Tensor:
+    """(live,) int64: how many tokens each live row keeps of those it has.
+
+    Args:
+        row: (live,), indices of the live rows.
+        accepted: (rows,); what it says of other rows is not looked at.
+        count: (rows,), tokens that rows have.
+
+    Raises:
+        ArgumentError: A row keeps fewer than none, or more than it has. Nothing has been written yet.
+    """
+    kept, most = accepted[row].long(), count[row]
+    bad = ((kept < 0) | (kept > most)).nonzero()[:, 0]
+    if len(bad):
+        i = int(bad[0])
+        raise ArgumentError(
+            f"row {int(row[i])} has accepted {int(kept[i])} tokens, outside of 0 to {int(most[i])}",
+            hint="of each row give how many of its step's tokens are kept: at most num_tokens, or those that "
+            "query_start gives it",
+        )
+    return kept
 
 
 @dataclass(frozen=True, eq=False)

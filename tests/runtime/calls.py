@@ -122,15 +122,16 @@ def call(given: dict[str, Any]) -> Tensor:
 
 def commit(given: dict[str, Any], accepted: Tensor | None = None) -> None:
     """Move the cursors after a call; None accepts every token."""
-    count = given.get("num_tokens", 1)
+    count, starts = given.get("num_tokens", 1), given.get("query_start")
+    every = torch.full_like(given["slot_index"], count) if starts is None else starts.diff()
     ops.commit(
-        torch.full_like(given["slot_index"], count) if accepted is None else accepted,
+        every if accepted is None else accepted,
         ring_start=given["ring_start"],
         ring_len=given["ring_len"],
         slot_index=given["slot_index"],
         window=given["window"],
         num_tokens=count,
-        query_start=given.get("query_start"),
+        query_start=starts,
         capacity=given["ring_u" if "q" in given else "ring_x"].shape[2],
     )
 

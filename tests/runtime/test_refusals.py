@@ -452,6 +452,41 @@ def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(
     calls[0]()
 
 
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("query_start", "accepted", "message"),
+    [
+        (None, [0, 9, 3, 4], "row 3 has accepted 4 tokens, outside of 0 to 3"),
+        (None, [0, 9, -1, 9], "row 2 has accepted -1 tokens, outside of 0 to 3"),
+        (None, [2**31 - 1, 9, 0, 0], "row 0 has accepted 2147483647 tokens, outside of 0 to 3"),
+        ([0, 2, 4, 4, 5], [2, 9, 9, 2], "row 3 has accepted 2 tokens, outside of 0 to 1"),
+        ([0, 2, 4, 4, 5], [3, -9, -9, 0], "row 0 has accepted 3 tokens, outside of 0 to 2"),
+    ],
+)
+def test_counts_that_a_row_does_not_have_are_refused_on_a_cpu_and_nothing_written(
+    query_start: list[int] | None, accepted: list[int], message: str, index_dtype: torch.dtype
+) -> None:
+    """Row 1 is padding by its slot, and row 2 of the packed ones by having no tokens."""
+    start, length = (torch.tensor(held, dtype=torch.int32) for held in ([1, 2, 3, 4], [4, 0, 2, 3]))
+    before = start.clone(), length.clone()
+    starts = None if query_start is None else torch.tensor(query_start, dtype=torch.int32)
+    given: dict[str, Any] = {
+        "ring_start": start, "ring_len": length, "slot_index": torch.tensor([2, -1, 0, 3], dtype=index_dtype),
+        "window": 4, "num_tokens": 3, "capacity": 7, "query_start": starts,
+    }  # fmt: skip
+    counts = torch.tensor(accepted, dtype=index_dtype)
+    with pytest.raises(ArgumentError, match=message) as refused:
+        ops.commit(counts, **given)
+    assert "at most num_tokens, or those that query_start gives it" in refused.value.hint
+    assert torch.equal(start, before[0])
+    assert torch.equal(length, before[1])
+    # What padded rows say stays; the live ones keep all that they have.
+    most = torch.tensor([3, 3, 3, 3] if starts is None else [2, 2, 0, 1], dtype=index_dtype)
+    live = torch.tensor([True, False, starts is None, True])
+    ops.commit(torch.where(live, most, counts), **given)
+    assert length.tolist() == ([3, 0, 3, 3] if starts is None else [4, 0, 2, 1])
+
+
 @pytest.mark.parametrize("scalar", [[4], {}, np.array([4, 4])])
 def test_scalars_that_cannot_be_hashed_are_refused(step: str, scalar: Any) -> None:
     with pytest.raises(ArgumentError, match=r"window is .*; expected a whole number"):
