@@ -110,6 +110,11 @@ def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
     return values
 
 
+def _wide_ring_rows(spec: Spec) -> tuple[int, ...]:
+    """Large ones, where a ring is fp32: the terms of its products take registers of more threads."""
+    return _large_rows(spec) if spec.ring_dtype == "fp32" else ()
+
+
 def _whole_rows(spec: Spec) -> tuple[int, ...]:
     """All rows of a head at a time; none where a loop over row tiles does better."""
     return () if spec.heads_per_group <= MAX_TILED_HEADS else (max(16, _whole_head(spec)),)
@@ -284,6 +289,16 @@ REGIONS: Final = (
         "As above, groups of few heads: the loop goes over row tiles too.",
         ("both",), _COLUMNS_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(2),
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, more threads for the products of an fp32 ring.",
+        ("both",), _COLUMNS_TILES, _wide_ring_rows, _whole, _columns(32), _heads_up_to(2),
+        warps_stages=((4, 2),), ops=_DRAFTS,
+    ),
+    Region(
+        "Heads in flight, more threads for the products of an fp32 ring.",
+        ("both",), _COLUMNS_AHEAD, _wide_ring_rows, _whole, _columns(32), _heads_up_to(2, 4),
+        warps_stages=((4, 2),), ops=_DRAFTS,
     ),
     Region(
         "Coefficients of a program's heads ahead of its loop.",

@@ -215,13 +215,17 @@ CONSTRAINTS: Final = (
     Constraint("axis of another role", _own_axes),
     Constraint("coefficients by a kernel of their own: Mamba-2", _precomputed),
     Constraint("coefficients ahead of the loop: whole heads, a power of two of them", _prologue),
-    Constraint("early load: one head, inline, the whole state", _early),
+    Constraint("early load: one head, inline, the whole state; of drafts one launch", _early),
     Constraint("read-out by dot: dtypes and whole rows", _dot_readout),
-    Constraint("scores by dot: 16-bit ring", _dot_scores),
+    Constraint("scores by dot: 16-bit ring, or new tokens as columns", _dot_scores),
     Constraint("block_p within the head", _block_of_rows),
     Constraint("blocks within the state", _block_of_columns),
     Constraint("heads_per_program divides the group", _heads),
-    Constraint("loop over tiles: late load, few heads a group, blocks within the head, one kernel", _tiles),
+    Constraint(
+        "loop over tiles: late load, few heads a group, blocks within the head, tokens as columns or "
+        "coefficients inline",
+        _tiles,
+    ),
     Constraint("num_stages within the loop", _stages),
     Constraint("state values per thread", _registers),
 )

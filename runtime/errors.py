@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 
 class ReplayError(Exception):
     """Base of every error raised on purpose by this package.
@@ -44,6 +46,18 @@ def require(condition: bool, message: str) -> None:
     """
     if not condition:
         raise TableError(message)
+
+
+def require_date(text: str) -> None:
+    """Refuse a record of a table whose ``text`` is no ISO date.
+
+    Raises:
+        TableError: It is none.
+    """
+    try:
+        datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError as error:
+        raise TableError(f"provenance is missing: date '{text}' is not an ISO date") from error
 
 
 class DispatchError(ReplayError, LookupError):

@@ -8,7 +8,6 @@ fields only, a fixed order and few lines a row: two tables can be compared with 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
 import json
 import math
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from .codec import decode, encode, json_text
-from .conv_tiles import ConvRow
-from .errors import SpecError, TableError, require
+from .conv_tiles import ConvRow, ConvSpec
+from .errors import SpecError, TableError, require, require_date
 from .plan import PLAN_ROLES, Plan, Structure, Tile, Variant
 from .spec import Spec
 
@@ -170,7 +169,7 @@ class Row:
         if self.source == "transferred":
             require(bool(self.origin), "a transferred row must name its origin")
         if self.date:
-            _iso_date(self.date)
+            require_date(self.date)
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class Table:
     def __post_init__(self) -> None:
         _one_of("source", self.source, SOURCES[:2])
         require(bool(self.generator), "provenance is missing: generator is empty")
-        _iso_date(self.date)
+        require_date(self.date)
         needed = ("triton", "torch", "driver") if self.source == "measured" else ("triton",)
         for name in needed:
             require(bool(getattr(self.toolchain, name)), f"provenance is missing: toolchain.{name} is empty")
@@ -207,8 +206,11 @@ class Table:
                 before.key != after.key,
                 f"two rows for {after.spec.key} at effective batch {after.effective_batch}",
             )
-        by_key = {row.key: row for row in self.convolutions}
-        require(len(by_key) == len(self.convolutions), "two rows for one convolution and effective batch")
+        by_key: dict[tuple[ConvSpec, int], ConvRow] = {}
+        for tile in self.convolutions:
+            spec, batch = tile.key
+            require(tile.key not in by_key, f"two rows for {spec.key} at effective batch {batch}")
+            by_key[tile.key] = tile
         object.__setattr__(self, "convolutions", tuple(by_key[key] for key in sorted(by_key)))
         if self.source == "static":
             timed = bool(self.convolutions) or any(r.source == "measured" for r in self.rows)
@@ -409,13 +411,6 @@ def _check_tile(tile: Tile) -> None:
     for name in ("block_p", "block_n", "fold_block_n", "num_warps"):
         value = getattr(tile, name)
         require(value & (value - 1) == 0, f"tile: {name} {value} is not a power of two")
-
-
-def _iso_date(text: str) -> None:
-    try:
-        datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError as error:
-        raise TableError(f"provenance is missing: date '{text}' is not an ISO date") from error
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

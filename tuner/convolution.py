@@ -203,7 +203,10 @@ class ConvTune:
         roof = self._measured(cell, ROOF, "", lambda: self._bench.conv_roof(cell, RULES.repeats))
         if rounds and roof.ok:
             return _Final(cell, tuple(entries), rounds, roof.time_us)
-        self.notes.append(f"{cell.key} has no row: a tile of the final did not run in it")
+        why = "a tile of the final did not run in it"
+        if rounds:
+            why = f"the roof did not run ({roof.reason or roof.status})"
+        self.notes.append(f"{cell.key} has no row: {why}")
         return None
 
     def _rounds(self, cell: ConvCell, entries: Sequence[ConvTile]) -> list[list[_Visits]]:

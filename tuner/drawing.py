@@ -270,12 +270,15 @@ def draw_emitted(data: Data, console: Console) -> None:
 
 def draw_checked(data: Data, console: Console) -> None:
     """Draw :func:`.report.checked_info`: failures first."""
-    for finding in sorted(data["findings"], key=lambda f: not f["failed"]):
-        failed = finding["failed"] and FINDING_EXITS[finding["kind"]] != "OK"
-        word = "FAILED" if failed else "note"
+
+    def failed(finding: Data) -> bool:
+        return finding["failed"] and FINDING_EXITS[finding["kind"]] != "OK"
+
+    for finding in sorted(data["findings"], key=lambda f: not failed(f)):
+        word = "FAILED" if failed(finding) else "note"
         console.print(f"{word} {finding['kind']}: {finding['subject']}: {finding['message']}")
     looked_at = ", ".join(f"{count} {kind}" for kind, count in data["counts"].items())
-    failures = sum(f["failed"] for f in data["findings"])
+    failures = sum(map(failed, data["findings"]))
     console.print(f"checked {looked_at}: {failures} failed" if failures else f"checked {looked_at}: all well")
 
 

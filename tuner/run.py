@@ -48,7 +48,7 @@ SECONDS_PER_COMPILE = 0.9
 SECONDS_PER_CELL = 4.0
 """Time of one cell's search and race on the GPU, for estimates: read off recorded runs."""
 SECONDS_PER_CONV_CELL = 1.5
-"""The same of a cell of the convolution, its share of compiling included; a guess, no run has it yet."""
+"""The same of a cell of the convolution, its share of compiling included; by hand."""
 CONV_STATIC = "tiles of the convolution follow a rule: without a GPU none is timed"
 
 

@@ -207,7 +207,7 @@ def test_without_16_bit_activations_only_products_of_columns_are_dots():
         }
         assert by_dot == {"prologue"}
         assert found.rejected["read-out by dot: dtypes and whole rows"] > 0
-        assert role != "both" or found.rejected["scores by dot: 16-bit ring"] > 0
+        assert role != "both" or found.rejected["scores by dot: 16-bit ring, or new tokens as columns"] > 0
 
 
 def test_blocks_follow_a_head_that_is_no_power_of_two():
@@ -227,7 +227,8 @@ def test_a_role_of_another_op_is_refused():
 def test_every_region_contributes_to_a_common_shape():
     for region in REGIONS:
         for role in region.roles:
-            shapes = (SPEC, dataclasses.replace(SPEC, head_dim=80, heads_per_group=12), GDN)
+            large = dataclasses.replace(SPEC, head_dim=80, heads_per_group=12)
+            shapes = (SPEC, large, GDN, *(dataclasses.replace(of, ring_dtype="fp32") for of in (SPEC, GDN)))
             specs = shapes if "step" in region.ops else [verifying(spec) for spec in shapes]
             common = [with_role(spec, role) for spec in specs]
             legal = [

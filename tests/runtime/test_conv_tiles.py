@@ -51,11 +51,12 @@ def table(*rows: ConvRow, gpu: Any = samples.H200, **changes: Any) -> Table:
 @pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
 def test_the_space_is_small_and_of_tiles_that_fit_in_registers(token_block: int) -> None:
     space = tiles(token_block)
-    assert 8 <= len(space) <= 16
+    assert 8 <= len(space) <= 18
     assert len(set(space)) == len(space)
     for tile in space:
         assert tile.block & (tile.block - 1) == 0
-        assert 4 <= tile.block * token_block / (32 * tile.num_warps) <= 32
+        least = 4 if tile.num_warps > 1 else 1
+        assert least <= tile.block * token_block / (32 * tile.num_warps) <= 32
 
 
 @pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
@@ -66,9 +67,11 @@ def test_the_rule_is_a_point_of_the_space_and_grows_with_the_batch(token_block: 
     assert [tile.num_warps for tile in found] == [1, 1, 2, 2, 4, 4]
 
 
-def test_of_one_token_the_rule_is_what_it_has_always_been() -> None:
+def test_the_rule_gives_many_programs_of_few_values_at_small_batches() -> None:
     assert [default_tile(batch, 1).key for batch in (1, 1024, 4096)] == ["b128.w1", "b256.w2", "b512.w4"]
-    assert default_tile(4096, 16) == ConvTile(256, 4)
+    small = [default_tile(1, tokens).key for tokens in (2, 4, 8, 64)]
+    assert small == ["b64.w1", "b32.w1", "b16.w1", "b16.w1"]
+    assert default_tile(4096, 16) == ConvTile(128, 4)
     assert (effective_batch(3, 128), effective_batch(3, 129)) == (3, 6)
 
 
@@ -135,7 +138,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "samples": (lambda d, c: c.update(samples_us=[]), "samples_us is empty"),
     "rows": (lambda d, c: c.update(rows=0), "rows 0"),
     "provenance": (lambda d, c: c.update(triton=""), "triton is empty"),
-    "twice": (lambda d, c: d["convolutions"].append(c), "two rows for one convolution"),
+    "twice": (lambda d, c: d["convolutions"].append(c), "two rows for conv-w4-t1-bf16"),
 }
 
 
@@ -225,3 +228,25 @@ def test_calls_are_served_by_the_tables_rows(packed: bool, monkeypatch: pytest.M
         launcher: Any = conv_launch.prepare(signature, -1)
         assert (launcher.choice.constants[-1], launcher.choice.warps) == dataclasses.astuple(served)
     conv_launch.tile_for.cache_clear()
+
+
+def test_a_row_without_a_date_or_a_reason_is_refused() -> None:
+    with pytest.raises(TableError, match="not an ISO date"):
+        row(1, 128, date="yesterday")
+    with pytest.raises(TableError, match="verdict is empty"):
+        row(1, 128, verdict="")
+
+
+@pytest.mark.parametrize(
+    "key", ["conv-w04-t1-bf16-bf16-bf16", "conv-w4-t01-bf16-bf16-bf16", "conv-w٤-t1-bf16-bf16-bf16"]
+)
+def test_a_key_is_written_one_way(key: str) -> None:
+    with pytest.raises(SpecError):
+        ConvSpec.parse(key)
+    with pytest.raises(SpecError):
+        ConvSpec(4, True, "bf16", "bf16", "bf16")
+
+
+def test_two_tiles_for_one_batch_are_named() -> None:
+    with pytest.raises(TableError, match=r"two rows for conv-w4-t1-bf16-bf16-bf16 at effective batch 16"):
+        table(row(2, 128), row(2, 256))
