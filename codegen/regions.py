@@ -19,6 +19,9 @@ from ..runtime.spec import Spec
 MAX_TILED_HEADS: Final = 4
 """Heads of a group up to which a program's loop may go over row tiles."""
 
+MAX_LOOPED_HEADS: Final = 16
+"""Heads of a group up to which a program may loop over all of them, where no smaller number divides it."""
+
 Values = tuple[int, ...] | Callable[[Spec], tuple[int, ...]]
 """Values of a tile axis: the same for every spec, or computed from it."""
 
@@ -100,12 +103,13 @@ def _columns(*sizes: int) -> Callable[[Spec], tuple[int, ...]]:
 
 
 def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
-    """For each count the largest divisor of the group within it (and within the axis)."""
+    """For each count the largest divisor of the group within it; all heads of a small group without such."""
 
     def values(spec: Spec) -> tuple[int, ...]:
-        return tuple(
-            sorted({max(h for h in range(1, n + 1) if spec.heads_per_group % h == 0) for n in counts})
-        )
+        found = {max(h for h in range(1, n + 1) if spec.heads_per_group % h == 0) for n in counts}
+        if found == {1} and max(counts) > 1 and spec.heads_per_group <= MAX_LOOPED_HEADS:
+            found.add(spec.heads_per_group)
+        return tuple(sorted(found))
 
     return values
 

@@ -219,6 +219,13 @@ def test_blocks_follow_a_head_that_is_no_power_of_two():
     assert heads == {1, 4, 6, 12}
 
 
+@pytest.mark.parametrize(("group", "largest"), [(5, 5), (13, 13), (17, 1), (12, 4), (1, 1)])
+def test_a_group_that_nothing_divides_is_looped_over_whole(group, largest):
+    drafts = verifying(dataclasses.replace(SPEC, heads_per_group=group))
+    ahead = [v for v in points(drafts, "both").variants if v.structure.coefficients == "precomputed"]
+    assert max((v.tile.heads_per_program for v in ahead), default=1) == largest
+
+
 def test_a_role_of_another_op_is_refused():
     with pytest.raises(ValueError, match="native_step have the roles native"):
         points(SPEC.native, "both")
