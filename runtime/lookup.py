@@ -329,7 +329,9 @@ def read_folder(folder: Traversable | Path, strict: bool = False) -> tuple[Table
     try:
         files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
     except OSError as error:
-        _refuse(TableError(f"{folder}: cannot read the folder of tables: {error.strerror}"), strict)
+        hint = f"{TABLE_DIR_VARIABLE} names a folder of tables, such as the one that a tune has written"
+        why = f"cannot read the folder of tables: {error.strerror}"
+        _refuse(TableError(why, where=str(folder), hint=hint), strict)
         return ()
     for file in files:
         try:

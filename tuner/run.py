@@ -49,6 +49,7 @@ SECONDS_PER_CELL = 4.0
 """Time of one cell's search and race on the GPU, for estimates: read off recorded runs."""
 SECONDS_PER_CONV_CELL = 1.5
 """The same of a cell of the convolution, its share of compiling included; by hand."""
+TIME_STATIC = "a time budget bounds a search on a GPU; compiling alone is bounded by a number (--budget 20t)"
 CONV_STATIC = "tiles of the convolution follow a rule: without a GPU none is timed"
 
 
@@ -73,8 +74,12 @@ def plan(job: Job, report: Report) -> Planned:
         static=not job.target.measured,
         specs=_spec_plans(job.work, found),
         estimate_s=estimate_s,
-        notes=(job.target.note, *job.notes),
+        notes=(job.target.note, *job.notes, *_time_notes(job)),
     )
+
+
+def _time_notes(job: Job) -> list[str]:
+    return [TIME_STATIC] if job.budget.minutes is not None else []
 
 
 def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
@@ -288,7 +293,7 @@ def _static(job: Job, report: Report) -> Tuned:
         static_share=result.share,
         notes=(
             *(job.target.note, *job.notes, *result.notes, *emission.notes),
-            *([CONV_STATIC] if job.convolutions else ()),
+            *(*_time_notes(job), *([CONV_STATIC] if job.convolutions else ())),
             *_promise_notes(job, before, written),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -124,7 +125,9 @@ def explained_info(
                     "plan_short": short(found.plan),
                     "step": found.step,
                     "reason": found.reason,
-                    "tune_command": item.spec.tune_command if found.row is None else "",
+                    "tune_command": ""
+                    if found.row
+                    else f"{item.spec.tune_command} --gpu {shlex.quote(gpu.name)}",
                     "row_batch": None if found.row is None else found.row.effective_batch,
                     "numerics": found.plan.numerics,
                     "batch_invariant": found.batch_invariant,

@@ -224,10 +224,10 @@ def test_cells_without_a_row_are_explained_with_the_command_that_tunes_them(call
     assert "--ring-dtype fp32" in wide
     for batches in ("1", "1,64"):
         out = call(*given, "--batch", batches, "--ring-dtype", "fp32")[1]
-        assert out.count(f"where no table has a row: {wide}\n") == 1
+        assert out.count(f"where no table has a row: {wide} --gpu H200\n") == 1
     assert "where no table has a row" not in call(*given, "--batch", "1")[1]
     out = call(*given, "--batch", "1,64")[1]
-    assert out.count(f"where no table has a row: {samples.SPEC.tune_command}\n") == 1
+    assert out.count(f"where no table has a row: {samples.SPEC.tune_command} --gpu H200\n") == 1
 
 
 @pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])

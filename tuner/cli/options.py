@@ -80,8 +80,8 @@ def gpu_option(function: Function) -> Function:
     return click.option(
         "--gpu",
         metavar="NAME",
-        help="GPU to work for, e.g. H100. Checked against the one present; "
-        "without one here the work is static. Default: the GPU found.",
+        help="GPU to work for, e.g. H100. What compiles or times checks it against the one present; without "
+        "one here a tune or plan is static. Default: the GPU found.",
     )(function)
 
 
@@ -178,7 +178,7 @@ def budget_option(function: Function) -> Function:
         "--budget",
         metavar="MINUTES|TRIALS",
         help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) "
-        "or a number of trials (500t).",
+        "or a number of trials (500t). Without a GPU, or to plan, a number alone bounds the work.",
     )(function)
 
 
