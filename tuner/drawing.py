@@ -279,7 +279,9 @@ def draw_checked(data: Data, console: Console) -> None:
         console.print(f"{word} {finding['kind']}: {finding['subject']}: {finding['message']}")
     looked_at = ", ".join(f"{count} {kind}" for kind, count in data["counts"].items())
     failures = sum(map(failed, data["findings"]))
-    console.print(f"checked {looked_at}: {failures} failed" if failures else f"checked {looked_at}: all well")
+    stale = sum(finding["failed"] for finding in data["findings"]) - failures
+    verdict = f"{failures} failed" if failures else f"none failed, {stale} noted" if stale else "all well"
+    console.print(f"checked {looked_at}: {verdict}")
 
 
 def draw_explained(data: Data, console: Console) -> None:
