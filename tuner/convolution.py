@@ -243,12 +243,7 @@ class ConvTune:
     def _measured(self, cell: ConvCell, subject: str, tag: str, ask: Callable[[], Timing]) -> Measurement:
         """What the store remembers, or what ``ask`` says now, and then in the store."""
         digest = "" if subject == ROOF else self.digest
-        known = self._store.find(cell, MODE, subject, tag, digest)
-        if known is None:
-            said = ask()
-            known = self._store.add(
-                Measurement(cell, MODE, subject, said.samples_us, said.status, said.reason, tag, digest)
-            )
+        known = self._store.recall(cell, MODE, subject, tag, digest, ask)
         self._done += 1
         where = "gate" if tag.startswith("gate") else f"{cell.rows} rows of {cell.channels} channels"
         self._report(Event(self._phase, self._done, max(self._total, self._done), where))

@@ -374,13 +374,8 @@ class MeasuredTune:
 
     def _roof(self, cell: Cell, kind: str, attempt: int) -> float:
         mode, subject, tag = "nonflush" if kind == "read" else "flush", ROOFS[kind], f"final{attempt}"
-        known = self._store.find(cell, mode, subject, tag)
-        if known is None:
-            timing = self._bench.roof(cell, kind, FINAL_REPEATS)
-            known = self._store.add(
-                Measurement(cell, mode, subject, timing.samples_us, timing.status, timing.reason, tag)
-            )
-        return known.time_us
+        ask = functools.partial(self._bench.roof, cell, kind, FINAL_REPEATS)
+        return self._store.recall(cell, mode, subject, tag, "", ask).time_us
 
     def _curve_point(self, result: CellResult) -> CurvePoint:
         state = result.spec.state_bytes(result.effective_batch)

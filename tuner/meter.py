@@ -6,6 +6,7 @@ result is stored before the next begins, and budgets and progress are counted in
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,24 +82,12 @@ class Meter:
         self, cell: Cell, variants: Sequence[Variant], mode: str, repeats: int, tag: str = ""
     ) -> Measurement:
         """The measurement of a point, from the store or made now (and then in the store)."""
-        result = self.find(cell, variants, mode, tag)
-        new = result is None
-        if result is None:
-            kernels = tuple(variants)
-            timing = self._bench.time(cell, kernels, mode, repeats)
-            result = self.store.add(
-                Measurement(
-                    cell=cell,
-                    mode=mode,
-                    subject=subject_key(kernels),
-                    samples_us=timing.samples_us,
-                    status=timing.status,
-                    reason=timing.reason,
-                    tag=tag,
-                    digest=self._digest(cell, kernels),
-                )
-            )
-            self.measured += 1
+        kernels = tuple(variants)
+        new = self.find(cell, kernels, mode, tag) is None
+        ask = functools.partial(self._bench.time, cell, kernels, mode, repeats)
+        subject, digest = subject_key(kernels), self._digest(cell, kernels)
+        result = self.store.recall(cell, mode, subject, tag, digest, ask)
+        self.measured += new
         self.visited += 1
         self._done += 1
         self._total = max(self._total, self._done)

@@ -254,9 +254,8 @@ def _record(
         scope += f", {' and '.join(rings)} ring"
         name += "".join(f"-r{dtype}" for dtype in rings)
     of_run = {**totals, "scope": scope}
-    data = runfile.run_data(name, job.target.gpu.name, environment, cells, of_run, job.budget)
-    data["environment"]["other_processes"] = company
-    data["convolutions"] = [result.data() for result in convolved]
+    gpu = job.target.gpu.name
+    data = runfile.run_data(name, gpu, environment, cells, of_run, job.budget, company, convolved)
     return runfile.write_run(folder, data)
 
 

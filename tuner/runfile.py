@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..codegen.files import write
 from ..runtime.table import gpu_slug
+from .convolution import ConvResult
 from .measure import GRAPH_LAUNCHES, L2_MULTIPLE
 from .measured import FINAL_REPEATS, RULES, SETTINGS
 from .mix import flush_share
@@ -38,6 +39,8 @@ def run_data(
     cells: Iterable[CellResult],
     totals: dict[str, Any],
     budget: Budget,
+    company: int,
+    convolved: Iterable[ConvResult],
 ) -> dict[str, Any]:
     """Content of a run file (see ``benchmarks/summary.py`` for the format)."""
     return {
@@ -48,6 +51,7 @@ def run_data(
             **asdict(environment),
             "python": platform.python_version(),
             "processors": len(os.sched_getaffinity(0)),
+            "other_processes": company,
         },
         "protocol": {
             "version": environment.protocol,
@@ -64,6 +68,7 @@ def run_data(
         },
         "cells": [_cell_data(cell) for cell in cells],
         "totals": totals,
+        "convolutions": [result.data() for result in convolved],
     }
 
 

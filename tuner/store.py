@@ -26,7 +26,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..runtime.errors import SpecError
 from .errors import StoreError
-from .records import Cell, ConvCell, Environment, Measurement, axes, parse_cell, parse_subject
+from .records import Cell, ConvCell, Environment, Measurement, Timing, axes, parse_cell, parse_subject
 
 _PREFIX: Final = "replayssm2"
 _ENVIRONMENTS: Final = f"{_PREFIX}|environments"
@@ -122,6 +122,28 @@ class Store:
             self._study(name).add_trial(_to_trial(measurement))
         self._remember(measurement)
         return measurement
+
+    def recall(
+        self,
+        cell: Cell | ConvCell,
+        mode: str,
+        subject: str,
+        tag: str,
+        digest: str,
+        ask: Callable[[], Timing],
+    ) -> Measurement:
+        """The measurement of this point: what is remembered, or what ``ask`` says now, and then stored.
+
+        Raises:
+            StoreError: As :meth:`add`.
+        """
+        known = self.find(cell, mode, subject, tag, digest)
+        if known is not None:
+            return known
+        said = ask()
+        return self.add(
+            Measurement(cell, mode, subject, said.samples_us, said.status, said.reason, tag, digest)
+        )
 
     def measurements(
         self, cell: Cell | ConvCell | None = None, mode: str | None = None, every_environment: bool = False
