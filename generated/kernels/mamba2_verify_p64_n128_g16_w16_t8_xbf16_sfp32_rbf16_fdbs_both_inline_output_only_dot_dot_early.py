@@ -220,63 +220,67 @@ def step(
     head_between = tl.sum(tl.where(head_mask[:, None, None], between, 0.0), 0)
     if flush:
         # S = decay * S0 + sum_j weight_j x_j B_j^T;  y = token_decay * (S C) + new * x
-        weighted = tl.trans(ring_x.to(tl.float32) * head_weight[:, None])
-        # B is exact in bf16; weighted x is split so that the sum of its terms is.
-        high = weighted.to(tl.bfloat16)
-        low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
-        read = tl.zeros([BLOCK_P, TOKEN_BLOCK], tl.float32)
-        for fold_start in tl.static_range(0, STATE_BLOCK, FOLD_BLOCK_N):
-            fold_n = fold_start + tl.arange(0, FOLD_BLOCK_N)
-            fold_mask = p_mask[:, None]
-            fold_ptrs = state_head_ptr + p[:, None] * state_stride_row + fold_n[None, :]
-            old = s.to(tl.float32) * head_decay
-            fold_b = ring_b
-            folded = tl.dot(high, fold_b, acc=tl.dot(low, fold_b, acc=old))
+        # A scope of its own: names of the two branches differ in shape.
+        for _ in tl.range(0, 1):
+            weighted = tl.trans(ring_x.to(tl.float32) * head_weight[:, None])
+            # B is exact in bf16; weighted x is split so that the sum of its terms is.
+            high = weighted.to(tl.bfloat16)
+            low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
+            read = tl.zeros([BLOCK_P, TOKEN_BLOCK], tl.float32)
+            for fold_start in tl.static_range(0, STATE_BLOCK, FOLD_BLOCK_N):
+                fold_n = fold_start + tl.arange(0, FOLD_BLOCK_N)
+                fold_mask = p_mask[:, None]
+                fold_ptrs = state_head_ptr + p[:, None] * state_stride_row + fold_n[None, :]
+                old = s.to(tl.float32) * head_decay
+                fold_b = ring_b
+                folded = tl.dot(high, fold_b, acc=tl.dot(low, fold_b, acc=old))
+                tl.store(
+                    fold_ptrs,
+                    folded.to(state_ptr.dtype.element_ty),
+                    mask=fold_mask,
+                    eviction_policy="evict_last",
+                )
+                fold_c = tl.trans(c_new.to(tl.float32))
+                read = tl.dot(folded, fold_c, acc=read, input_precision="tf32")
+            read *= head_column[None, :]
+            y = read
+            high = head_between.to(tl.bfloat16)
+            low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
+            y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
             tl.store(
-                fold_ptrs,
-                folded.to(state_ptr.dtype.element_ty),
-                mask=fold_mask,
-                eviction_policy="evict_last",
+                ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + p[None, :],
+                x_rows.to(ring_x_ptr.dtype.element_ty),
+                mask=x_mask,
             )
-            fold_c = tl.trans(c_new.to(tl.float32))
-            read = tl.dot(folded, fold_c, acc=read, input_precision="tf32")
-        read *= head_column[None, :]
-        y = read
-        high = head_between.to(tl.bfloat16)
-        low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
-        y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
-        tl.store(
-            ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + p[None, :],
-            x_rows.to(ring_x_ptr.dtype.element_ty),
-            mask=x_mask,
-        )
-        out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
-        new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
-        tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & appends_decay[None, :])
+            out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
+            new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
+            tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & appends_decay[None, :])
     else:
         # y = decay * (S0 C) + sum_j weight_j (B_j C) x_j + new * x
         score = tl.dot(ring_b, tl.trans(c_new))
         c_read = tl.trans(c_new.to(tl.float32))
-        read = tl.dot(s, c_read, input_precision="tf32") * head_decay
-        ring_weight = head_weight[:, None] * score
-        high = ring_weight.to(tl.bfloat16)
-        low = (ring_weight - high.to(tl.float32)).to(tl.bfloat16)
-        read = tl.dot(tl.trans(ring_x), high, acc=tl.dot(tl.trans(ring_x), low, acc=read))
-        read *= head_column[None, :]
-        y = read
-        high = head_between.to(tl.bfloat16)
-        low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
-        y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
-        tl.store(
-            ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + p[None, :],
-            x_rows.to(ring_x_ptr.dtype.element_ty),
-            mask=x_mask,
-        )
-        out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
-        new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
-        tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & appends_decay[None, :])
+        # A scope of its own: names of the two branches differ in shape.
+        for _ in tl.range(0, 1):
+            read = tl.dot(s, c_read, input_precision="tf32") * head_decay
+            ring_weight = head_weight[:, None] * score
+            high = ring_weight.to(tl.bfloat16)
+            low = (ring_weight - high.to(tl.float32)).to(tl.bfloat16)
+            read = tl.dot(tl.trans(ring_x), high, acc=tl.dot(tl.trans(ring_x), low, acc=read))
+            read *= head_column[None, :]
+            y = read
+            high = head_between.to(tl.bfloat16)
+            low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
+            y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
+            tl.store(
+                ring_x_head_ptr + append_rows[:, None] * ring_x_stride_token + p[None, :],
+                x_rows.to(ring_x_ptr.dtype.element_ty),
+                mask=x_mask,
+            )
+            out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
+            new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
+            tl.store(new_decay_ptrs, delta, mask=head_mask[:, None] & appends_decay[None, :])
     # One program appends for all heads of a group, and one for all rows of a head.
     appends_b = m < tl.where((first_head % HEADS_PER_GROUP == 0) & (p_block == 0), count, 0)
     b_mask = appends_b[:, None] & (n < STATE_SIZE)[None, :]
