@@ -285,6 +285,11 @@ REGIONS: Final = (
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
+        "As above, the next state but one on its way too.",
+        ("both",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(64), _heads_up_to(4),
+        warps_stages=((2, 3),), max_registers=(0, 168), ops=_DRAFTS,
+    ),
+    Region(
         "As above, the state leaves the cache to what the two kernels pass on.",
         ("both",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(32), _heads_up_to(4),
         warps_stages=((2, 2),), evict_first=(True,), ops=_DRAFTS,
@@ -341,8 +346,8 @@ REGIONS: Final = (
     ),
     Region(
         "A launch of their own for rows that keep their state, coefficients ahead of the loop.",
-        ("nonflush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(4, 8, 16),
-        warps_stages=((1, 2), (2, 2)), max_registers=(0, 128, 168), ops=_COLUMNS_OPS,
+        ("nonflush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(8, 16),
+        warps_stages=((1, 2), (2, 2), (2, 3), (4, 3)), max_registers=(0, 168), ops=_COLUMNS_OPS,
     ),
     Region(
         "As above, groups of few heads.",

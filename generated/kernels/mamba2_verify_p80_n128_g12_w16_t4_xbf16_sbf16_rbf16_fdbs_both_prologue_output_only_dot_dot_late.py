@@ -292,6 +292,8 @@ def step(
         # y = decay * (S0 C) + sum_j weight_j (B_j C) x_j + new * x
         score = tl.dot(ring_b, tl.trans(c_new))
         c_read = tl.trans(c_new)
+        new_rows = j - ring_len
+        filled = new_rows < count
         for head_offset in tl.range(0, HEADS_PER_PROGRAM, num_stages=NUM_STAGES):
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
@@ -305,7 +307,7 @@ def step(
             token_mask = p_mask[:, None] & own[None, :]
             ring_x = tl.load(
                 ring_x_head_ptr + token[:, None] * ring_x_stride_token + p[None, :],
-                mask=live[:, None] & p_mask[None, :],
+                mask=filled[:, None] & p_mask[None, :],
                 other=0.0,
             )
             head_in_group = head - group * HEADS_PER_GROUP
@@ -313,22 +315,16 @@ def step(
             head_weight = tl.load(scratch_head_ptr + 32 + j)
             head_decay = tl.load(scratch_head_ptr + 56)
             head_column = tl.load(scratch_head_ptr + 48 + i)
-            matrix_ptrs = scratch_head_ptr + m[:, None] * TOKEN_BLOCK + i[None, :]
-            matrix_mask = (m < NUM_TOKENS)[:, None]
+            matrix_ptrs = scratch_head_ptr + new_rows[:, None] * TOKEN_BLOCK + i[None, :]
+            matrix_mask = ((new_rows >= 0) & (new_rows < NUM_TOKENS))[:, None]
             head_between = tl.load(matrix_ptrs + 0, mask=matrix_mask, other=0.0)
-            x_mask = own_rows[:, None] & p_mask[None, :]
-            x_ptrs = x_ptr + token64_rows[:, None] * x_stride_token + head * x_stride_head + p[None, :]
-            x_rows = tl.load(x_ptrs, mask=x_mask, other=0.0)
-            read = tl.dot(s, c_read) * head_decay
+            read = tl.dot(s, c_read) * (head_decay * head_column)[None, :]
             ring_weight = head_weight[:, None] * score
+            ring_weight = ring_weight * head_column[None, :] + head_between
             high = ring_weight.to(tl.bfloat16)
             low = (ring_weight - high.to(tl.float32)).to(tl.bfloat16)
             read = tl.dot(tl.trans(ring_x), high, acc=tl.dot(tl.trans(ring_x), low, acc=read))
-            read *= head_column[None, :]
             y = read
-            high = head_between.to(tl.bfloat16)
-            low = (head_between - high.to(tl.float32)).to(tl.bfloat16)
-            y = tl.dot(tl.trans(x_rows), high, acc=tl.dot(tl.trans(x_rows), low, acc=y))
             out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
             tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
     # One program appends for all heads of a group, and one for all rows of a head.
