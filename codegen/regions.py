@@ -346,11 +346,16 @@ REGIONS: Final = (
     ),
     Region(
         "A launch of their own for rows that keep their state, coefficients ahead of the loop.",
-        ("nonflush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(8, 16),
-        warps_stages=((1, 2), (2, 2), (2, 3), (4, 3)), max_registers=(0, 168), ops=_COLUMNS_OPS,
+        ("nonflush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(4, 8, 16),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 128, 168), ops=_COLUMNS_OPS,
     ),
     Region(
-        "As above, groups of few heads.",
+        "As above, the next state but one on its way too.",
+        ("nonflush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, heads_per_program=_power_heads_up_to(8, 16),
+        warps_stages=((2, 3), (4, 3)), max_registers=(0, 168), ops=_COLUMNS_OPS,
+    ),
+    Region(
+        "Coefficients ahead of the loop, groups of few heads.",
         ("nonflush",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, heads_per_program=_power_heads_up_to(2),
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_COLUMNS_OPS,
     ),
