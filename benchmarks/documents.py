@@ -12,45 +12,21 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.summary import (
-    ERROR_CLAIMS,
-    ERROR_TOKENS,
-    ROOT,
-    Cell,
-    Record,
-    load_summary,
-    reached,
-    select,
+from benchmarks.error_tables import (
+    error_source_region,
+    folds_region,
+    output_errors_region,
+    rounding_region,
+    state_errors_region,
 )
-from replayssm_tune.runtime.spec import DTYPE_BYTES
-
-FAMILY_NAMES = {"mamba2": "Mamba-2", "gdn": "GDN"}
-_GROUPS = {"mamba2": "heads/group", "gdn": "value heads/key head"}
-
-
-def layer_name(cell: Cell) -> str:
-    """A layer in words, e.g. ``Mamba-2 64 x 128, 16 heads/group``: family, head dim, state size, group."""
-    family = cell["family"]
-    sizes = f"{cell['head_dim']} x {cell['state_size']}"
-    return f"{FAMILY_NAMES[family]} {sizes}, {cell['heads_per_group']} {_GROUPS[family]}"
-
-
-def short_name(cell: Cell) -> str:
-    """A layer by family, head dim and state size alone, e.g. ``Mamba-2 64 x 128``."""
-    return f"{FAMILY_NAMES[cell['family']]} {cell['head_dim']} x {cell['state_size']}"
-
-
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
+from benchmarks.summary import ERROR_CLAIMS, ROOT, Cell, Record, reached, recorded, select
+from benchmarks.words import FAMILY_NAMES, figure, fixed, goal, layer_name, markdown, unit
 
 CURVE_HEADER = ("GPU", "layer", "T", "state")
 """What tells curves apart: their first columns in every table."""
@@ -91,11 +67,11 @@ def _curves(records: Sequence[Record]) -> list[Steps]:
 
 
 def _ratio(times: Times, of: str, to: str = "replay") -> str:
-    return f"{times[of] / times[to]:.2f}" if {of, to} <= set(times) else ""
+    return fixed(times[of] / times[to]) if {of, to} <= set(times) else ""
 
 
 def _time(times: Times, kernel: str) -> str:
-    return f"{times[kernel]:.4g}" if kernel in times else ""
+    return figure(times[kernel], 4) if kernel in times else ""
 
 
 def steps_region(records: Sequence[Record]) -> str:
@@ -113,7 +89,7 @@ def steps_region(records: Sequence[Record]) -> str:
         for cell, times in steps
     ]
     header = [*CURVE_HEADER, "effective batch", *(f"{kernel}, µs" for kernel in kernels)]
-    return _markdown([*header, "of roof", *(f"vs {kernel}" for kernel in beside)], rows)
+    return markdown([*header, "of roof", *(f"vs {kernel}" for kernel in beside)], rows)
 
 
 def materialize_region(records: Sequence[Record]) -> str:
@@ -132,7 +108,7 @@ def materialize_region(records: Sequence[Record]) -> str:
         for cell, times in _steps(records, "materialize_time_us")
     ]
     header = ["GPU", "layer", "state", "effective batch", "roof, µs", "materialise, µs", "default, µs"]
-    return _markdown([*header, "of roof", "vs default"], rows)
+    return markdown([*header, "of roof", "vs default"], rows)
 
 
 def convolution_region(records: Sequence[Record]) -> str:
@@ -153,7 +129,7 @@ def convolution_region(records: Sequence[Record]) -> str:
     if not rows:
         return "No recorded run has timed it yet."
     header = ["GPU", "T", "x/ring/weights", "rows", "channels", *(f"{kernel}, µs" for kernel in kernels)]
-    return _markdown([*header, "of roof", "vs default"], rows)
+    return markdown([*header, "of roof", "vs default"], rows)
 
 
 OVERVIEW_BATCHES = (16, 128, 1024, 8192, 32768)
@@ -180,7 +156,7 @@ def overview_region(records: Sequence[Record]) -> str:
     first, *others = (str(batch) for batch in OVERVIEW_BATCHES)
     compared = ["native faster up to", f"vs native at {first}", *others]
     header = [*CURVE_HEADER, *compared, f"at {others[-1]}: replay, µs", "of roof", "vs default"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def _near(times: dict[int, Times], batch: int) -> Times:
@@ -213,13 +189,13 @@ def losses_region(records: Sequence[Record]) -> str:
                 str(len(curve)),
                 str(len(lost)),
                 str(max(lost)) if lost else "",
-                f"{min(ratios):.2f}",
-                f"{max(ratios):.2f}",
+                fixed(min(ratios)),
+                fixed(max(ratios)),
                 str(unbeaten),
             ]
         )
     measured = ["batches timed", "native faster at", "up to effective batch", "worst vs native"]
-    return _markdown([*CURVE_HEADER, *measured, "best vs native", "default unbeaten at"], rows)
+    return markdown([*CURVE_HEADER, *measured, "best vs native", "default unbeaten at"], rows)
 
 
 ASKED_HEADER = ("figure", "GPU", "of", "value", "asked", "reached")
@@ -230,14 +206,6 @@ def _cells_in_words(cell: Cell, layer: str, batch: str = "") -> str:
     return f"{layer}, T {cell['T']}, {_stored(cell)}, {batch}"
 
 
-def _unit(record: Record) -> str:
-    return "" if record["unit"] == "1" else f" {record['unit']}"
-
-
-def _goal(record: Record, asked: float) -> str:
-    return f"{'≥' if record['higher_is_better'] else '≤'} {asked:.3g}{_unit(record)}"
-
-
 def asked_region(records: Sequence[Record]) -> str:
     """Every figure with a goal other than "not slower than native", and the goal; errors have a page."""
     rows = []
@@ -246,10 +214,10 @@ def asked_region(records: Sequence[Record]) -> str:
             continue
         cell, claim = record["cell"], record["claim"]
         of = cell["scope"] if "scope" in cell else _cells_in_words(cell, layer_name(cell))
-        value = f"{record['value']:.3g}{_unit(record)}"
+        value = figure(record["value"], 3) + unit(record)
         met = "yes" if reached(record) else "no"
-        rows.append([claim, cell.get("gpu", ""), of, value, _goal(record, record["asked"]), met])
-    return _markdown(ASKED_HEADER, rows)
+        rows.append([claim, cell.get("gpu", ""), of, value, goal(record, record["asked"]), met])
+    return markdown(ASKED_HEADER, rows)
 
 
 def goals_region(records: Sequence[Record]) -> str:
@@ -270,14 +238,14 @@ def goals_region(records: Sequence[Record]) -> str:
         goals.setdefault((claim, cell.get("gpu", ""), of), []).append(record)
     rows = []
     for key, found in goals.items():
-        values = [f"{record['value']:.3g}" for record in sorted(found, key=lambda r: r["value"])]
-        span = values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+        least, most = (figure(pick(r["value"] for r in found), 3) for pick in (min, max))
+        span = least if least == most else f"{least} to {most}"
         met = sum(map(reached, found))
         word = f"{met} of {len(found)}" if len(found) > 1 else "yes" if met else "no"
         # Beside native the noise floor of a cell comes off what is asked.
         asked = 1.0 if key[0] == "mix_vs_native" else found[0]["asked"]
-        rows.append([*key, span + _unit(found[0]), _goal(found[0], asked), word])
-    return _markdown(ASKED_HEADER, rows)
+        rows.append([*key, span + unit(found[0]), goal(found[0], asked), word])
+    return markdown(ASKED_HEADER, rows)
 
 
 def stages_region(records: Sequence[Record]) -> str:
@@ -300,122 +268,7 @@ def stages_region(records: Sequence[Record]) -> str:
         ]
         for cell, values in cells.values()
     ]
-    return _markdown([*CURVE_HEADER, "effective batch", "mode", "roof, µs", *columns], rows)
-
-
-def error_places(records: Sequence[Record]) -> list[str]:
-    """Where the errors that are shown were recorded: GPUs, or the CPU while there is none."""
-    gpus = sorted({record["cell"]["gpu"] for record in select(records, "state_error")})
-    return [gpu for gpu in gpus if gpu != "cpu"] or gpus
-
-
-def error_source_region(records: Sequence[Record]) -> str:
-    """What the errors are of: the eager reference or a GPU's kernels."""
-    places = error_places(records)
-    runs = sorted({r["run"] for r in records if r["claim"] in ERROR_CLAIMS and r["cell"]["gpu"] in places})
-    files = ", ".join(f"[{run}](../benchmarks/results/{run})" for run in runs)
-    if places in ([], ["cpu"]):
-        return (
-            "**All figures of this page are of the eager reference**, which is what the ops run on a CPU: no "
-            f"run on a GPU has been recorded yet. Kernels are held to the same bound by the gate. ({files})"
-        )
-    return f"Recorded on {', '.join(places)}, with the kernels that dispatch serves there. ({files})"
-
-
-ERROR_HEADER = ("on", "layer", "T", "kernel", "state", "ring")
-"""What tells the kernels apart whose errors are compared."""
-
-
-def _variants(records: Sequence[Record], claim: str) -> list[tuple[Cell, list[Record]]]:
-    """Records of a claim by their cells without tokens: native, and behind it replay of the same layer."""
-    places = error_places(records)
-    found: dict[str, tuple[Cell, list[Record]]] = {}
-    for record in select(records, claim):
-        cell = {k: v for k, v in record["cell"].items() if k != "tokens"}
-        if cell["gpu"] in places and cell["kernel"] in ("native", "replay"):
-            found.setdefault(json.dumps(cell), (cell, []))[1].append(record)
-    families, dtypes = list(FAMILY_NAMES), list(DTYPE_BYTES)
-
-    def place(item: tuple[Cell, list[Record]]) -> tuple[Any, ...]:
-        cell = item[0]
-        family, state = families.index(cell["family"]), dtypes.index(cell["state_dtype"])
-        return cell["gpu"], family, cell["T"], state, cell["kernel"], cell.get("ring_dtype", "")
-
-    return sorted(found.values(), key=place)
-
-
-def _variant_row(cell: Cell) -> tuple[str, ...]:
-    ring = cell.get("ring_dtype", "")
-    return cell["gpu"], short_name(cell), str(cell["T"]), cell["kernel"], cell["state_dtype"], ring
-
-
-def _error(value: float) -> str:
-    return f"{value:.2e}"
-
-
-def _errors_region(records: Sequence[Record], claim: str) -> str:
-    """Errors of every kernel after so many tokens, the ideal after the last, and how many keep the bound."""
-    rows = []
-    for cell, found in _variants(records, claim):
-        by_tokens = {record["cell"]["tokens"]: record for record in found}
-        at = {**cell, "kernel": "ideal", "tokens": max(by_tokens)}
-        (ideal,) = select(records, claim, **at)
-        met = sum(map(reached, found))
-        errors = (_error(by_tokens[n]["value"]) if n in by_tokens else "" for n in ERROR_TOKENS)
-        rows.append([*_variant_row(cell), *errors, _error(ideal["value"]), f"{met} of {len(found)}"])
-    first, *others = (str(n) for n in ERROR_TOKENS)
-    last = others[-1]
-    return _markdown([*ERROR_HEADER, f"after {first}", *others, f"ideal at {last}", "within bound"], rows)
-
-
-def output_errors_region(records: Sequence[Record]) -> str:
-    """Errors of outputs, kernel by kernel."""
-    return _errors_region(records, "output_error")
-
-
-def state_errors_region(records: Sequence[Record]) -> str:
-    """Errors of states, kernel by kernel."""
-    return _errors_region(records, "state_error")
-
-
-def rounding_region(records: Sequence[Record]) -> str:
-    """What rounding the outputs alone would give."""
-    rows: dict[tuple[str, str], Times] = {}
-    for record in select(records, "output_error", kernel="rounding"):
-        cell = record["cell"]
-        if cell["gpu"] in error_places(records):
-            values = rows.setdefault((cell["gpu"], short_name(cell)), {})
-            values[str(cell["tokens"])] = record["value"]
-    first, *others = (str(n) for n in ERROR_TOKENS)
-    table = [
-        [*key, *(_error(values[n]) if n in values else "" for n in (first, *others))]
-        for key, values in rows.items()
-    ]
-    return _markdown([*ERROR_HEADER[:2], f"after {first}", *others], table)
-
-
-def folds_region(records: Sequence[Record]) -> str:
-    """Whether errors of states grow with the folds, kernel by kernel of replay."""
-    rows = []
-    for cell, found in _variants(records, "state_error_growth"):
-        if cell["kernel"] != "replay":
-            continue
-        (growth,) = found
-        (folds,) = select(records, "folds", **cell)
-        (ideal,) = select(records, "state_error_growth", **{**cell, "kernel": "ideal"})
-        native = {**cell, "kernel": "native", "op": "native_step", "window": 0}
-        native.pop("ring_dtype")
-        (beside,) = select(records, "state_error_growth", **native)
-        goal, met = ("", "") if growth["asked"] is None else (_goal(growth, growth["asked"]), "no")
-        if met and reached(growth):
-            met = "yes"
-        gpu, layer, tokens, _, state, ring = _variant_row(cell)
-        values = (f"{record['value']:.2f}" for record in (growth, ideal, beside))
-        rows.append([gpu, layer, tokens, state, ring, f"{folds['value']:.4g}", *values, goal, met])
-    keys = [name for name in ERROR_HEADER if name != "kernel"]
-    return _markdown(
-        [*keys, "folds", "late over early", "of the ideal", "of native", "asked", "reached"], rows
-    )
+    return markdown([*CURVE_HEADER, "effective batch", "mode", "roof, µs", *columns], rows)
 
 
 REGIONS: dict[str, Callable[[Sequence[Record]], str]] = {
@@ -455,7 +308,7 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def main() -> int:
-    records = load_summary()
+    records = recorded()
     for path in documents():
         text = path.read_text(encoding="utf-8")
         rendered = render(text, records)

@@ -19,8 +19,9 @@ from xml.sax.saxutils import escape
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.documents import FAMILY_NAMES, error_places, short_name
-from benchmarks.summary import ROOT, Record, load_summary, select
+from benchmarks.error_tables import error_places
+from benchmarks.summary import ROOT, Record, recorded, select
+from benchmarks.words import FAMILY_NAMES, short_name
 
 FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
 
@@ -355,7 +356,7 @@ def figure(records: Sequence[Record]) -> str:
         "effective batch (sequences x heads)",
         "step of a layer, µs",
         STEP_STYLES,
-        "no step_time_us records; derive summary.json from a run first",
+        "no step_time_us records; record a run first",
     )
     return draw(rows, chart)
 
@@ -369,7 +370,7 @@ def errors_figure(records: Sequence[Record]) -> str:
         "tokens",
         "relative RMS error",
         ERROR_STYLES,
-        "no error records; run benchmarks/accuracy.py, then derive summary.json",
+        "no error records; run benchmarks/accuracy.py first",
         legend_columns=3,
         own_axes=True,
     )
@@ -378,7 +379,7 @@ def errors_figure(records: Sequence[Record]) -> str:
 
 if __name__ == "__main__":
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    recorded = load_summary()
+    records = recorded()
     for path, drawn in ((FIGURE, figure), (ERRORS, errors_figure)):
-        path.write_text(drawn(recorded), encoding="utf-8")
+        path.write_text(drawn(records), encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

@@ -2,7 +2,8 @@
 
     python benchmarks/summary.py
 
-``benchmarks/documents.py`` and ``benchmarks/figure.py`` draw on that list. A run file is
+``benchmarks/documents.py`` and ``benchmarks/figure.py`` draw on the same list (:func:`recorded`), before its
+figures are rounded for the file: they are rounded once. A run file is
 ``results/<date>-<gpu>-<what>.json``:
 
     {"environment": {...}, "protocol": {...}, "what": "tune", "gpu": "H200", "date": "2026-11-30",
@@ -40,6 +41,7 @@ from typing import Any
 
 from replayssm_tune.runtime.conv_tiles import ConvSpec
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.rounding import known
 
 Record = dict[str, Any]
 Cell = dict[str, Any]
@@ -47,6 +49,8 @@ Cell = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "summary.json"
+DIGITS = 4
+"""Significant digits of a figure in the summary's file."""
 
 ASKED_OF = {"mamba2": {"head_dim": 64, "effective_batch": 32768}, "gdn": {"effective_batch": 8192}}
 """The cells of which shares of the roof are asked, by family."""
@@ -315,15 +319,11 @@ def _record(
     return {
         "claim": claim,
         "cell": {k: cell[k] for k in CELL_KEYS if k in cell},
-        "value": _rounded(value),
-        "asked": None if asked is None else _rounded(asked),
+        "value": value,
+        "asked": asked,
         "unit": unit,
         "higher_is_better": higher_is_better,
     }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _identity(record: Record) -> str:
@@ -339,9 +339,13 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 
 def dumps(records: Sequence[Record]) -> str:
-    """The summary's text: one record a line."""
-    lines = ",\n".join("  " + json.dumps(record) for record in records)
+    """The summary's text: one record a line, figures to :data:`DIGITS`."""
+    lines = ",\n".join("  " + json.dumps({**r, **_rounded(r)}) for r in records)
     return f"[\n{lines}\n]\n" if records else "[]\n"
+
+
+def _rounded(record: Record) -> dict[str, float | None]:
+    return {name: known(record[name], DIGITS) for name in ("value", "asked")}
 
 
 def load_runs(folder: Path = RESULTS) -> list[tuple[str, dict[str, Any]]]:
@@ -350,9 +354,9 @@ def load_runs(folder: Path = RESULTS) -> list[tuple[str, dict[str, Any]]]:
     return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def load_summary(path: Path = SUMMARY) -> list[Record]:
-    """The recorded figures; none where nothing has been recorded."""
-    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+def recorded() -> list[Record]:
+    """Every recorded figure; none where nothing has been recorded."""
+    return derive(load_runs())
 
 
 def select(records: Iterable[Record], claim: str, **cell: Any) -> list[Record]:
@@ -371,11 +375,12 @@ def reached(record: Record) -> bool:
 
 
 def main() -> int:
-    records = derive(load_runs())
+    records = recorded()
     SUMMARY.write_text(dumps(records), encoding="utf-8")
     missed = [r for r in records if r["asked"] is not None and not reached(r)]
     for record in missed:
-        print(f"{record['claim']} {record['cell']}: {record['value']}, asked {record['asked']}")
+        value, asked = _rounded(record).values()
+        print(f"{record['claim']} {record['cell']}: {value}, asked {asked}")
     print(f"{len(records)} records, {len(missed)} below what is asked")
     return 0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import accuracy, documents, figure, summary
+from benchmarks import accuracy, documents, error_tables, figure, summary
 from replayssm_tune.runtime.oracle import Oracle
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR
@@ -172,7 +172,7 @@ def test_claims_of_a_cell():
     assert [r["cell"]["tokens"] for r in replay] == list(summary.ERROR_TOKENS)
     assert {r["cell"]["ring_dtype"] for r in replay} == {"bf16"}
     assert {(r["value"], r["asked"], r["unit"], r["higher_is_better"]) for r in replay} == {
-        (2e-3, summary._rounded(1.25 * 1.9e-3 + 1e-5), "1", False)
+        (2e-3, 1.25 * 1.9e-3 + 1e-5, "1", False)
     }
     native = summary.select(records, "output_error", kernel="native", op="native_step")
     assert len(native) == len(summary.ERROR_TOKENS)
@@ -209,18 +209,20 @@ def test_a_short_run_says_nothing_of_growth():
 
 def test_tables_have_errors_and_say_which_are_beyond_the_bound():
     records = derive(*both(state=2e-3), *both(GDN, state=9e-3, ideal=1e-3))
-    region = documents.state_errors_region(records)
+    region = error_tables.state_errors_region(records)
     errors = " | ".join(["2.00e-03"] * 6)
     assert f"| cpu | Mamba-2 4 x 8 | 1 | replay | fp32 | bf16 | {errors} | 1.90e-03 | 6 of 6 |" in region
     assert f"| cpu | Mamba-2 4 x 8 | 1 | native | fp32 |  | {errors} | 1.90e-03 | 6 of 6 |" in region
     assert "| 1.00e-03 | 0 of 6 |" in region
-    assert "| cpu | GDN 6 x 8 | " + " | ".join(["1.65e-03"] * 6) + " |" in documents.rounding_region(records)
-    assert documents.output_errors_region(records).count("3.00e-03 | 2.90e-03 | 6 of 6 |") == 4
+    assert "| cpu | GDN 6 x 8 | " + " | ".join(["1.65e-03"] * 6) + " |" in error_tables.rounding_region(
+        records
+    )
+    assert error_tables.output_errors_region(records).count("3.00e-03 | 2.90e-03 | 6 of 6 |") == 4
 
 
 def test_folds_stand_beside_the_growth():
     records = derive(cell(late=3e-3), cell(MAMBA2.native, late=4e-3), *both(GDN))
-    region = documents.folds_region(records)
+    region = error_tables.folds_region(records)
     assert "| cpu | Mamba-2 4 x 8 | 1 | fp32 | bf16 | 256 | 1.50 | 1.00 | 2.00 | ≤ 1.1 | no |" in region
     assert "| cpu | GDN 6 x 8 | 1 | fp32 | bf16 | 256 | 1.00 | 1.00 | 1.00 |  |  |" in region
 
@@ -228,10 +230,10 @@ def test_folds_stand_beside_the_growth():
 def test_runs_of_gpus_replace_that_of_a_cpu():
     cpu, gpu = run(*both()), run(*both(state=2.1e-3), gpu="H200")
     only = summary.derive([("2026-cpu.json", cpu)])
-    assert "eager reference" in documents.error_source_region(only)
-    assert "2026-cpu.json" in documents.error_source_region(only)
+    assert "eager reference" in error_tables.error_source_region(only)
+    assert "2026-cpu.json" in error_tables.error_source_region(only)
     records = summary.derive([("2026-cpu.json", cpu), ("2026-h200.json", gpu)])
-    source = documents.error_source_region(records)
+    source = error_tables.error_source_region(records)
     assert "H200" in source
     assert "eager" not in source
     assert "cpu" not in source
@@ -285,12 +287,12 @@ def test_no_errors_to_draw_is_said():
 
 
 def test_the_published_figure_is_the_recorded_one():
-    drawn = figure.errors_figure(summary.load_summary())
+    drawn = figure.errors_figure(summary.recorded())
     assert figure.ERRORS.read_text(encoding="utf-8") == drawn, "run: python benchmarks/figure.py"
 
 
 def test_recorded_errors_are_within_what_is_asked():
-    records = [r for r in summary.load_summary() if r["claim"] in summary.ERROR_CLAIMS]
+    records = [r for r in summary.recorded() if r["claim"] in summary.ERROR_CLAIMS]
     asked = [r for r in records if r["asked"] is not None]
     assert len(asked) >= 2 * 36 * len(summary.ERROR_TOKENS)
     assert all(math.isfinite(r["value"]) for r in records)

@@ -12,7 +12,16 @@ from replayssm_tune.tuner import rounding, rows, runfile, static
 
 @pytest.mark.parametrize(
     ("value", "digits", "rounded"),
-    [(123456.0, 4, 123500.0), (0.000123456, 5, 0.00012346), (2.0, 6, 2.0), (0.0, 4, 0.0), (-1.25, 2, -1.2)],
+    [
+        (123456.0, 4, 123500.0),
+        (0.000123456, 5, 0.00012346),
+        (2.0, 6, 2.0),
+        (0.0, 4, 0.0),
+        (-1.25, 2, -1.3),
+        (1.065, 3, 1.07),
+        (9.995, 3, 10.0),
+        (1.0649, 3, 1.06),
+    ],
 )
 def test_significant_digits(value, digits, rounded):
     assert rounding.significant(value, digits) == rounding.known(value, digits) == rounded
