@@ -49,6 +49,13 @@ def draw_tables(data: Data, console: Console) -> None:
     _tell_left_out(left_out, console)
     if not data["tables"]:
         console.print("no tables are installed")
+    if data["related"]:
+        names = ", ".join(data["related"])
+        console.print(
+            f"dispatch may serve rows of {names} here too: table show without --gpu shows them, "
+            "table explain says which serve",
+            soft_wrap=True,
+        )
 
 
 def _draw_table(data: Data, console: Console) -> list[str]:

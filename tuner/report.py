@@ -270,13 +270,11 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in text.split("."))
 
 
-def table_info(table: Table, specs: Iterable[str] = ()) -> Data:
-    """A table as data: provenance and its rows by spec; ``specs`` restricts it to some keys."""
-    wanted = set(specs)
+def table_info(table: Table) -> Data:
+    """A table as data: provenance and its rows by spec."""
     groups: dict[str, list[Data]] = {}
     for row in table.rows:
-        if not wanted or row.spec.key in wanted:
-            groups.setdefault(row.spec.key, []).append(row_info(row))
+        groups.setdefault(row.spec.key, []).append(row_info(row))
     return {
         "gpu": table.gpu.name,
         "capability": list(table.gpu.capability),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from ..codegen.targets import Gpu
 from ..runtime.conv_lookup import find_tile
 from ..runtime.conv_tiles import ConvSpec, effective_batch
 from ..runtime.errors import TableError
+from ..runtime.kinship import relation_of
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
+from ..runtime.spec import Spec
 from ..runtime.table import GpuInfo, Table, load
 from .models import Model, split
 from .report import Data, short, table_info
@@ -42,28 +45,51 @@ def installed() -> tuple[Table, ...]:
     return (*user_tables(strict=True), *shipped_tables(strict=True))
 
 
-def for_gpu(tables: Iterable[Table], gpu: Gpu) -> tuple[Table, ...]:
-    """Tables of GPUs with the capability and SM count of ``gpu``, those of its own name first.
+def of_gpu(tables: Iterable[Table], gpu: Gpu) -> tuple[tuple[Table, ...], tuple[str, ...]]:
+    """Tables of ``gpu``, and the other GPUs whose rows dispatch on it may serve.
+
+    A table is its own where dispatch takes it for that: unless its name tells another model.
+
+    Returns:
+        Tables, those of its very name first, and names of GPUs, the closest first.
 
     Raises:
-        TableError: There are none; the message names those that exist.
+        TableError: It has no table; the message names those that exist, and those that serve it.
     """
     tables = tuple(tables)
-    key = (gpu.capability, gpu.sm_count)
-    alike = (t for t in tables if (t.gpu.capability, t.gpu.sm_count) == key)
-    found = tuple(sorted(alike, key=lambda table: table.gpu.name != gpu.name))
-    if not found:
+    own: list[Table] = []
+    others: dict[str, tuple[object, ...]] = {}
+    for table in tables:
+        relation = relation_of(table.gpu, gpu.info)
+        if relation.alike and not relation.other_model:
+            own.append(table)
+        elif relation.alike or (relation.same_architecture and _timed(table)):
+            others[table.gpu.name] = (not relation.alike, relation.preference)
+    related = tuple(sorted(others, key=lambda name: others[name]))
+    if not own:
         names = ", ".join(sorted({t.gpu.name for t in tables})) or "none"
+        served = f"; until then rows of {', '.join(related)} may serve: leave out --gpu to see them"
         raise TableError(
             f"no table for {gpu.name}",
             where=f"tables at hand: {names}",
-            hint=f"make one: replayssm-tune --gpu '{gpu.name}'",
+            hint=f"make one: replayssm-tune --gpu '{gpu.name}'{served if related else ''}",
         )
-    return found
+    return tuple(sorted(own, key=lambda table: table.gpu.name != gpu.name)), related
 
 
-def shown_info(tables: Sequence[Table], models: Sequence[Model] = ()) -> Data:
-    """Tables as data, with ``models`` only the rows of their layers, of any op, window and dtypes.
+def _timed(table: Table) -> bool:
+    """Whether it has what GPUs of its architecture take over: estimates they do not."""
+    return bool(table.convolutions) or any(row.source != "static" for row in table.rows)
+
+
+def shown_info(tables: Sequence[Table], models: Sequence[Model] = (), related: Sequence[str] = ()) -> Data:
+    """Tables as data.
+
+    Args:
+        tables: What is shown.
+        models: Only the rows of their layers, of any op, window and dtypes, and the tiles of the convolutions
+            in front of them, of any tokens and dtypes; of all layers where none is named.
+        related: See :func:`of_gpu`.
 
     Raises:
         TableError: No table has such a row.
@@ -74,21 +100,30 @@ def shown_info(tables: Sequence[Table], models: Sequence[Model] = ()) -> Data:
         for model in models
         for gpus in possible_splits(model)
     }
-    wanted = {
-        row.spec.key
-        for table in tables
-        for row in table.rows
-        if (row.spec.family, row.spec.head_dim, row.spec.state_size, row.spec.heads_per_group) in layers
-    }
-    if models and not wanted:
+    widths = {model.conv_width for model in models}
+    shown = tables
+    if models:
+        shown = [
+            dataclasses.replace(
+                table,
+                rows=tuple(row for row in table.rows if _layer(row.spec) in layers),
+                convolutions=tuple(row for row in table.convolutions if row.spec.width in widths),
+            )
+            for table in tables
+        ]
+        shown = [table for table in shown if table.rows]
+    if models and not shown:
         gpus_at_hand = ", ".join(sorted({table.gpu.name for table in tables})) or "none"
         raise TableError(
             f"no row of {', '.join(model.name for model in models)}",
             where=f"tables at hand: {gpus_at_hand}",
             hint=f"make some: replayssm-tune --gpu NAME --model {models[0].name}",
         )
-    shown = [table_info(table, wanted) for table in tables]
-    return {"tables": [data for data in shown if data["specs"] or not models]}
+    return {"tables": [table_info(table) for table in shown], "related": list(related)}
+
+
+def _layer(spec: Spec) -> tuple[str, int, int, int]:
+    return spec.family, spec.head_dim, spec.state_size, spec.heads_per_group
 
 
 def explained_info(

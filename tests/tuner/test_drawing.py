@@ -17,7 +17,7 @@ def drawn(draw, data, width):
 
 
 def tables(*rows):
-    return {"tables": [report.table_info(samples.table(*rows))]}
+    return {"tables": [report.table_info(samples.table(*rows))], "related": []}
 
 
 ALL = ["batch", "plan", "µs", "of roof", "vs native", "vs default", "regs", "spills", "source"]

@@ -42,7 +42,7 @@ def test_a_row_without_times_has_no_figures():
     assert data["registers"] == []
 
 
-def test_table_rows_stand_by_spec_and_can_be_restricted():
+def test_table_rows_stand_by_spec():
     bf16 = dataclasses.replace(samples.SPEC, state_dtype="bf16")
     table = samples.table(
         samples.measured_row(128), samples.measured_row(256), samples.measured_row(128, spec=bf16)
@@ -52,7 +52,6 @@ def test_table_rows_stand_by_spec_and_can_be_restricted():
         samples.SPEC.key: [128, 256],
         bf16.key: [128],
     }
-    assert [s["spec"] for s in report.table_info(table, [bf16.key])["specs"]] == [bf16.key]
     assert data["toolchain"]["triton"] == "3.6.0"
 
 

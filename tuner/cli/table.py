@@ -29,11 +29,15 @@ def table(context: click.Context) -> None:
     "model_names",
     multiple=True,
     metavar="NAME",
-    help="Only rows of this model's layers, however it is split; may be repeated.",
+    help="Only rows of this model's layers, however it is split, and tiles of its convolution; may be "
+    "repeated.",
 )
 @options.result_options
 def show(tables: tuple[Path, ...], gpu: str | None, model_names: tuple[str, ...], as_json: bool) -> None:
-    """Show the rows of tables; no TABLE means the user's and the installed ones."""
+    """Show the rows of tables; no TABLE means the user's and the installed ones.
+
+    With --gpu those of this GPU; others whose rows dispatch on it may serve are named.
+    """
     from ...codegen import targets
     from .. import drawing
     from .. import tables as reader
@@ -41,9 +45,10 @@ def show(tables: tuple[Path, ...], gpu: str | None, model_names: tuple[str, ...]
     wanted = tuple(models.find(name) for name in model_names)
 
     found = reader.read(tables) if tables else reader.installed()
+    related: tuple[str, ...] = ()
     if gpu is not None:
-        found = reader.for_gpu(found, targets.find(gpu))
-    output.emit(reader.shown_info(found, wanted), drawing.draw_tables, as_json)
+        found, related = reader.of_gpu(found, targets.find(gpu))
+    output.emit(reader.shown_info(found, wanted, related), drawing.draw_tables, as_json)
 
 
 @table.command()
