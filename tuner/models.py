@@ -190,13 +190,14 @@ def _integer(config: Mapping[str, Any], keys: Sequence[str], where: str) -> int:
             raise UsageError(
                 f"key '{key}' is {json.dumps(value)}, not a positive integer",
                 where=where,
-                hint="correct the config, or give the shape by options",
+                hint="correct the config, or give the shape by options in its place",
             )
         return value
     raise UsageError(
         f"the config has no key '{keys[0]}'",
         where=where,
-        hint="add it, or give the shape by options: --family, --heads, --head-dim, --state-size, --groups",
+        hint="add it, or give the shape by options in place of the config: --family, --heads, --head-dim, "
+        "--state-size, --groups",
     )
 
 

@@ -51,8 +51,24 @@ BAD_INPUT = {
         "head_dim 512 is outside 1..256", "not supported",
     ),
     "half a shape": (("--gpu", "H100", "--heads", "8"), 2, "--head-dim, --state-size missing", "--model"),
-    "groups alone": (("--gpu", "H100", "--groups", "8"), 2, "--groups alone", "--heads"),
-    "family alone": (("--gpu", "H100", "--family", "gdn"), 2, "--family alone", "--heads"),
+    "groups alone": (
+        ("--gpu", "H100", "--groups", "8"), 2, "--heads, --head-dim, --state-size missing", "of --groups",
+    ),
+    "family without heads": (
+        ("--gpu", "H100", "--family", "gdn", *SHAPE), 2, "incomplete: --heads missing", "add --heads, or",
+    ),
+    "shape beside a model": (
+        ("--gpu", "H100", "--model", "nemotron-3-nano-4b", "--heads", "8", *SHAPE), 2,
+        "--heads, --head-dim, --state-size beside --model", "leave out --heads, --head-dim, --state-size;",
+    ),
+    "part of a shape beside a model": (
+        ("table", "explain", "--gpu", "H100", "--model", "nemotron-3-nano-4b", "--groups", "8"), 2,
+        "--groups beside --model", "leave out --model",
+    ),
+    "shape beside a config": (
+        ("plan", "--gpu", "H100", "--hf-config", "absent.json", "--head-dim", "64"), 2,
+        "--head-dim beside --hf-config", "leave out --hf-config",
+    ),
     "unknown family": (("--gpu", "H100", "--family", "kda"), 2, "'kda' is not one of", "--help"),
     "key heads": (
         ("--gpu", "H100", "--family", "gdn", "--heads", "30", "--groups", "16", *SHAPE), 2,

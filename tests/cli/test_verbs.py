@@ -155,10 +155,13 @@ def test_another_gpu_ends_before_any_work(call, tuner, present):
 
 
 def test_the_whole_request(call, tuner, tmp_path):
+    config = tmp_path / "mine" / "config.json"
+    config.parent.mkdir()
+    sizes = {"num_heads": 32, "head_dim": 64, "state_size": 256, "n_groups": 2}
+    config.write_text(json.dumps({"model_type": "mamba2", **sizes}))
     code, _, err = call(
-        "plan", "--gpu", "b200", "--model", "falcon-h1-34b", "--heads", "32", "--head-dim", "64",
-        "--state-size", "256", "--groups", "2", "--tp", "1,4", "--state-dtype", "bf16,bf16",
-        "--buffer-len", "8", "--batch", "4,4,1", "--store", str(tmp_path / "s"),
+        "plan", "--gpu", "b200", "--model", "falcon-h1-34b", "--hf-config", str(config), "--tp", "1,4",
+        "--state-dtype", "bf16,bf16", "--buffer-len", "8", "--batch", "4,4,1", "--store", str(tmp_path / "s"),
     )  # fmt: skip
     assert code == 0
     assert "replicated 2x" in err

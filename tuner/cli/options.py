@@ -104,7 +104,7 @@ def workload_options(function: Function) -> Function:
             "--hf-config",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="A Hugging Face config.json that gives the shape.",
+            help="A Hugging Face config.json that gives the shape; may stand beside --model.",
         ),
         click.option(
             "--family",
@@ -236,30 +236,37 @@ def selected_models(
     """The layers that the options name; the default models where they name none.
 
     Raises:
-        UsageError: An unknown model, an unusable config, or a shape that is only given in part.
+        UsageError: An unknown model, an unusable config, a shape that is only given in part, or one beside a
+            model or config.
     """
-    chosen = [models.find(name) for name in model_names]
-    if hf_config is not None:
-        chosen.append(models.from_hf_config(hf_config))
-    shape = {"--heads": heads, "--head-dim": head_dim, "--state-size": state_size}
-    missing = [option for option, value in shape.items() if value is None]
-    for option, value in {"--groups": groups, "--family": family}.items():
-        if len(missing) == len(shape) and value is not None:
-            advice = "leave it out: the model says it" if chosen else f"add {', '.join(missing)}"
-            raise UsageError(f"{option} alone is no shape", where=option, hint=advice)
-    if not missing:
-        sizes = (heads or 0, head_dim or 0, state_size or 0)
-        family = family or FAMILIES[0]
-        name = "x".join(map(str, sizes)) if family == FAMILIES[0] else f"{family} {'x'.join(map(str, sizes))}"
-        chosen.append(Model(name, *sizes, groups=1 if groups is None else groups, family=family))
-    elif len(missing) < len(shape):
-        given = ", ".join(option for option in shape if option not in missing)
+    sizes = {"--heads": heads, "--head-dim": head_dim, "--state-size": state_size}
+    shape = {**sizes, "--groups": groups, "--family": family}
+    given = ", ".join(option for option, value in shape.items() if value is not None)
+    missing = ", ".join(option for option, value in sizes.items() if value is None)
+    if model_names or hf_config is not None:
+        named = "--model" if model_names else "--hf-config"
+        if given:
+            raise UsageError(
+                f"{given} beside {named}, which says the whole shape",
+                where=given,
+                hint=f"leave out {given}; for another shape leave out {named}, and give all of it by options",
+            )
+        chosen = [models.find(name) for name in model_names]
+        chosen += [] if hf_config is None else [models.from_hf_config(hf_config)]
+        return tuple(dict.fromkeys(chosen))
+    if not given:
+        return tuple(models.find(name) for name in models.DEFAULT_MODELS)
+    if heads is None or head_dim is None or state_size is None:
         raise UsageError(
-            f"the shape is incomplete: {', '.join(missing)} missing",
+            f"the shape is incomplete: {missing} missing",
             where=given,
-            hint=f"add {', '.join(missing)}, or name a --model",
+            hint=f"add {missing}, or name a --model in place of {given}",
         )
-    return tuple(dict.fromkeys(chosen)) or tuple(models.find(name) for name in models.DEFAULT_MODELS)
+    family = family or FAMILIES[0]
+    name = f"{heads}x{head_dim}x{state_size}"
+    name = name if family == FAMILIES[0] else f"{family} {name}"
+    groups = 1 if groups is None else groups
+    return (Model(name, heads, head_dim, state_size, groups=groups, family=family),)
 
 
 def resolve_workload(
