@@ -74,6 +74,19 @@ def table_path(folder: Path, gpu: GpuInfo) -> Path:
     return folder / "tables" / f"{gpu_slug(gpu.name)}.json"
 
 
+def folder_of(path: Path) -> Path | None:
+    """The ``generated`` folder that is meant where ``path`` is not one: what it is part of, or has in it.
+
+    Returns:
+        A folder with tables; None where there is none, and for one.
+    """
+    path = path.absolute()
+    part = next((place for place in (path, path.parent) if place.name in ("kernels", "tables")), None)
+    places = (path, path if part is None else part.parent, path / "generated")
+    found = next((place for place in places if any((place / "tables").glob("*.json"))), path)
+    return None if found == path else found
+
+
 def emit(folder: Path, table: Table, *, keep: bool = True, progress: Progress | None = None) -> Emission:
     """Write ``table`` and the modules it names; remove modules that no table of ``folder`` names.
 
@@ -108,7 +121,9 @@ def regenerate(folder: Path, progress: Progress | None = None) -> Emission:
     where = folder / "tables"
     tables = read_folder(where, strict=True) if where.is_dir() else ()
     if not tables:
-        raise TableError("there is no table", where=str(where), hint="name a folder that a tune has written")
+        meant = folder_of(folder)
+        hint = "name a folder that a tune has written" + (f", such as {meant}" if meant else "")
+        raise TableError("there is no table", where=str(where), hint=hint)
     with _locked(folder):
         rows = [row for table in tables for row in table.rows]
         done = _emit(folder, modules(tables), {}, where, len(rows), progress)

@@ -62,12 +62,13 @@ def check(
             In others missing cells are only reported.
 
     Raises:
-        UsageError: A folder does not exist.
+        UsageError: A folder does not exist, or is part of one with kernels and tables.
     """
     work = _Check(report)
     opened = [_open(folder, work) for folder in folders or (package_folder(),)]
     for folder in opened:
-        _files(folder, work)
+        if folder.tables or not folder.whole:  # else there is nothing that it should have
+            _files(folder, work)
         _stale(folder, work)
     _binaries([entry for folder in opened for entry in folder.tables], compiler or compile_all, work)
     _tiles([entry for folder in opened for entry in folder.tables], work)
@@ -109,9 +110,16 @@ class _Folder:
 
 
 def _open(path: Path, work: _Check) -> _Folder:
+    meant = emit.folder_of(path)
+    if meant is not None:
+        hint = f"name that folder: replayssm-tune check {meant}"
+        raise UsageError("not a folder with kernels and tables, but near one", where=str(path), hint=hint)
     if not path.is_dir():
         raise UsageError("no such folder", where=str(path), hint="name a folder with kernels and tables")
     files = sorted((path / "tables").glob("*.json"))
+    if not files and any(path.glob("*.json")):
+        hint = "put them into a folder 'tables' of another one, let generate --output write the kernels there"
+        raise UsageError("tables without a folder of kernels beside theirs", where=str(path), hint=hint)
     entries = []
     for file in files:
         work.counts["tables"] += 1

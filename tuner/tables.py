@@ -31,7 +31,9 @@ def read(paths: Sequence[Path]) -> tuple[Table, ...]:
     for path in paths:
         found = read_folder(path, strict=True) if path.is_dir() else (load(path),)
         if not found:
-            raise TableError("the folder holds no table", where=str(path), hint="name a table or its folder")
+            held = (emit.folder_of(path) or path) / "tables"
+            hint = f"name {held}" if held.is_dir() else "name a table or its folder"
+            raise TableError("the folder holds no table", where=str(path), hint=hint)
         tables += found
     return tuple(tables)
 

@@ -3,18 +3,20 @@
 import dataclasses
 import json
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
 from replayssm_tune.codegen import emit, targets
 from replayssm_tune.codegen.render import module_digest, render
 from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.modules import module_name
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import Binary, Toolchain
 from replayssm_tune.tuner import check as checking
-from replayssm_tune.tuner import formats, generate, report
+from replayssm_tune.tuner import formats, generate, report, tables
 from replayssm_tune.tuner.errors import UsageError
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.report import Finding
@@ -217,9 +219,40 @@ def test_promised_cells_have_their_native_beside_them():
 
 def test_a_folder_without_tables(tmp_path):
     checked = checking.check([tmp_path], silent, compiler=Compiler())
-    assert {f.kind for f in checked.findings} == {"coverage", "generated"}
+    assert [(f.kind, f.message) for f in checked.findings] == [
+        ("coverage", "there is no table: tune for a GPU first")
+    ]
     with pytest.raises(UsageError, match="no such folder"):
         checking.check([tmp_path / "absent"], silent)
+
+
+@pytest.mark.parametrize("part", ["generated/tables", "generated/kernels", "generated/tables/h200.json", "."])
+def test_a_folder_beside_the_one_that_is_meant_is_told_which_it_is(folder, part, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    (named,) = (path for path in (folder / "tables").iterdir())
+    named.rename(folder / "tables" / "h200.json")
+    with pytest.raises(UsageError, match="near one") as refused:
+        checking.check([Path(part)], silent)
+    assert refused.value.hint == f"name that folder: replayssm-tune check {folder}"
+    with pytest.raises(TableError, match="there is no table") as unread:
+        generate.generate(Path(part), silent)
+    assert unread.value.hint.endswith(f"such as {folder}")
+    if part in ("generated/kernels", "."):
+        with pytest.raises(TableError, match="holds no table") as unread:
+            tables.read([Path(part)])
+        assert unread.value.hint == f"name {folder / 'tables'}"
+    # From inside, where a name says nothing.
+    monkeypatch.chdir(folder / "tables")
+    with pytest.raises(UsageError, match="near one"):
+        checking.check([Path(".")], silent)
+    assert failures(check(folder)) == set()
+
+
+def test_tables_alone_are_told_what_they_lack(folder, tmp_path):
+    (folder / "tables").rename(tmp_path / "mine")
+    with pytest.raises(UsageError, match="tables without a folder of kernels") as refused:
+        checking.check([tmp_path / "mine"], silent)
+    assert "generate --output" in refused.value.hint
 
 
 def test_real_compilation_gives_what_was_recorded(folder):
