@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..runtime.abi import compiled_tile
+from ..runtime.conv_tiles import ConvSpec, ConvTile
 from ..runtime.errors import CompileError, ToolchainError
 from ..runtime.plan import Variant
 from ..runtime.spec import Spec
@@ -111,6 +112,14 @@ class Compiled:
 
 
 Job = tuple[Spec, Variant]
+
+
+@dataclass(frozen=True)
+class TileJob:
+    """A tile of the convolution to compile: its kernel with SiLU, packed rows and a bias."""
+
+    spec: ConvSpec
+    tile: ConvTile
 
 
 @dataclass(frozen=True)
@@ -224,6 +233,23 @@ def compile_variant(spec: Spec, variant: Variant, gpu: Gpu, modules: Path) -> Co
             return Compiled(spec, variant, (), "compile", reason, time.monotonic() - start)
         kernels.append(_inspect(name, kernel))
     return Compiled(spec, variant, tuple(kernels), seconds=time.monotonic() - start)
+
+
+def compile_tile(job: TileJob, gpu: Gpu) -> str:
+    """Compile a tile for ``gpu`` in this process; empty, or why it does not compile."""
+    from triton.backends.compiler import GPUTarget
+
+    from ..runtime.conv_launch import STEP, compile_kernel, step_choice
+
+    spec, target = job.spec, triton_target(gpu)
+    x, ring, weight = spec.activation_dtype, spec.ring_dtype, spec.weight_dtype
+    dtypes = (ring, "i32", "i32", "i32", x, weight, weight, "i32", x)
+    gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
+    try:
+        compile_kernel(STEP, step_choice(spec, job.tile, silu=True), dtypes, gpu_target, aligned=True)
+    except CompileError as error:
+        return str(error)
+    return ""
 
 
 def check_toolchain(launching: bool = False) -> str:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from ..runtime.errors import ReplayError, ToolchainError
-from .compile import Compiled, Job, check_toolchain, compile_variant
+from .compile import Compiled, Job, TileJob, check_toolchain, compile_tile, compile_variant
 from .files import emit_error
 from .targets import Gpu
+from .timeouts import TimeOuts
 
 START_TIMEOUT_S: Final = 180.0
 """How long a compiler process may take to start: on a cold disk the imports alone take long."""
@@ -34,8 +35,8 @@ class CompilePool:
         gpu: The target.
         workers: Number of processes.
         timeout_s: Wall time of one job, after which its worker is killed.
-        cache_dir: Where rendered modules and Triton's cache lie: whoever launches the points sets
-            ``TRITON_CACHE_DIR`` to :attr:`triton_cache`.
+        cache_dir: Where rendered modules and Triton's cache lie, and what has timed out: whoever launches the
+            points sets ``TRITON_CACHE_DIR`` to :attr:`triton_cache`.
     """
 
     def __init__(self, gpu: Gpu, workers: int, timeout_s: float, cache_dir: Path) -> None:
@@ -43,6 +44,7 @@ class CompilePool:
         self.cache_dir = Path(cache_dir)
         self._count = max(1, workers)
         self._timeout_s = timeout_s
+        self._timed_out = TimeOuts(self.cache_dir / "timeouts", gpu, timeout_s)
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -76,13 +78,21 @@ class CompilePool:
     def run(self, jobs: Iterable[Job]) -> Iterator[Compiled]:
         """Compile all jobs; results come as they are ready, in no order.
 
-        ``jobs`` is read as workers get free. A time-out or a crash of the compiler is a result.
-        Leaving the iterator, by an exception too, ends the workers that are busy.
+        ``jobs`` is read as workers get free. A time-out or a crash of the compiler is a result, and what has
+        timed out in an earlier run of this cache times out at once. Leaving the iterator, by an exception
+        too, ends the workers that are busy.
 
         Raises:
             ToolchainError: The toolchain does not work, or the cache cannot be written.
             EmitError: A module, or a temporary file, cannot be written.
         """
+        return cast("Iterator[Compiled]", self._run(jobs))
+
+    def run_tiles(self, jobs: Iterable[TileJob]) -> Iterator[tuple[TileJob, str]]:
+        """The same of tiles of the convolution: each with why it does not compile, or ""."""
+        return cast("Iterator[tuple[TileJob, str]]", self._run(jobs))
+
+    def _run(self, jobs: Iterable[Job | TileJob]) -> Iterator[_Result]:
         source = iter(jobs)
         busy = self._busy
         try:
@@ -91,6 +101,10 @@ class CompilePool:
                     job = next(source, None)
                     if job is None:
                         break
+                    known = None if isinstance(job, TileJob) else self._timed_out.find(job)
+                    if known is not None:
+                        yield known
+                        continue
                     busy.append(self._worker())
                     busy[-1].submit(job)
                 if not busy:
@@ -104,6 +118,8 @@ class CompilePool:
                     busy.remove(worker)
                     if worker.alive:
                         self._idle.append(worker)
+                    if worker.serves and isinstance(result, Compiled) and result.status == "timeout":
+                        self._timed_out.add((result.spec, result.variant))
                     yield result
         finally:
             for worker in busy:
@@ -132,6 +148,9 @@ class CompilePool:
         return self._scratch.name
 
 
+_Result = Compiled | tuple[TileJob, str]
+
+
 class _Worker:
     """One process and the pipe to it. A job's time does not include the process's start."""
 
@@ -144,8 +163,9 @@ class _Worker:
         self._process.start()
         theirs.close()
         self._timeout_s = timeout_s
-        self._job: Job | None = None
-        self._serves = False
+        self._job: Job | TileJob | None = None
+        self.serves = False
+        """Whether it has started: until then it is not the job that takes time."""
         self._started_s = 0.0
 
     @property
@@ -156,22 +176,22 @@ class _Worker:
     @property
     def deadline_s(self) -> float:
         """When to give up on what it does now (monotonic clock)."""
-        return self._started_s + (self._timeout_s if self._serves else START_TIMEOUT_S)
+        return self._started_s + (self._timeout_s if self.serves else START_TIMEOUT_S)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job | TileJob) -> None:
         """Hand it a job; it need not have started yet."""
         self._job, self._started_s = job, time.monotonic()
         # If it died while idle, its pipe is at an end, which poll() reports.
         with contextlib.suppress(OSError):
             self.pipe.send(job)
 
-    def poll(self, readable: bool) -> Compiled | None:
+    def poll(self, readable: bool) -> _Result | None:
         """The result of its job, a failure's included; None while it works."""
         if not readable:
             if time.monotonic() < self.deadline_s:
                 return None
             self.kill()
-            what = "compiling" if self._serves else "starting a compiler process"
+            what = "compiling" if self.serves else "starting a compiler process"
             return self._failed("timeout", f"{what} took more than {self.deadline_s - self._started_s:g} s")
         try:
             answer = self.pipe.recv()
@@ -181,16 +201,16 @@ class _Worker:
             self.kill()
             return self._failed("crash", f"the compiler's process died (exit code {code})")
         if answer is None:
-            self._serves, self._started_s = True, time.monotonic()
+            self.serves, self._started_s = True, time.monotonic()
             return None
         if isinstance(answer, ReplayError):
             raise answer
-        assert isinstance(answer, Compiled)
+        assert isinstance(answer, Compiled | tuple)
         return answer
 
-    def _failed(self, status: str, reason: str) -> Compiled:
+    def _failed(self, status: str, reason: str) -> _Result:
         assert self._job is not None
-        return Compiled(*self._job, (), status, reason, time.monotonic() - self._started_s)
+        return _failure(self._job, status, reason, self._started_s)
 
     def kill(self) -> None:
         """End the process and whatever it started, and reap it."""
@@ -201,6 +221,12 @@ class _Worker:
             self._process.kill()
         self._process.join()
         self.pipe.close()
+
+
+def _failure(job: Job | TileJob, status: str, reason: str, started_s: float) -> _Result:
+    if isinstance(job, TileJob):
+        return job, reason
+    return Compiled(*job, (), status, reason, time.monotonic() - started_s)
 
 
 def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path, scratch: str) -> None:
@@ -219,18 +245,21 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path, scratc
         return
     while True:
         try:
-            spec, variant = pipe.recv()
+            job = pipe.recv()
         except (EOFError, OSError):
             return
         start = time.monotonic()
-        answer: Compiled | ReplayError
+        answer: _Result | ReplayError
         try:
-            answer = compile_variant(spec, variant, gpu, modules)
+            if isinstance(job, TileJob):
+                answer = job, compile_tile(job, gpu)
+            else:
+                spec, variant = job
+                answer = compile_variant(spec, variant, gpu, modules)
         except ReplayError as error:
             answer = error
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            answer = Compiled(spec, variant, (), "crash", reason, time.monotonic() - start)
+            answer = _failure(job, "crash", f"{type(error).__name__}: {error}", start)
         try:
             pipe.send(answer)
         except OSError:

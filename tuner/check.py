@@ -6,6 +6,7 @@ Everything here is deterministic. Findings are of the kinds of :data:`.report.FI
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import tempfile
@@ -14,17 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from triton.backends.compiler import GPUTarget
-
 from ..codegen import emit
-from ..codegen.compile import check_toolchain
+from ..codegen.compile import TileJob, check_toolchain
 from ..codegen.pool import CompilePool
 from ..codegen.space import broken_constraint
 from ..codegen.targets import Gpu, GpuError, TritonTarget, triton_target
-from ..runtime.conv_launch import STEP, compile_kernel, step_choice
 from ..runtime.conv_tiles import tiles
 from ..runtime.defaults import defaults_beside
-from ..runtime.errors import CompileError, TableError
+from ..runtime.errors import TableError
 from ..runtime.modules import package_folder
 from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
@@ -226,15 +224,22 @@ def compile_all(
     """
     version = check_toolchain()
     made: dict[Kernel, Binary | str] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="replayssm-check-") as folder,
-        CompilePool(gpu, os.cpu_count() or 1, TIMEOUT_S, Path(folder)) as pool,
-    ):
+    with _pool(gpu) as pool:
         for result in pool.run(kernels):
             ok = result.status == "ok"
             made[result.spec, result.variant] = result.binary(version) if ok else result.reason
             told(len(made))
     return made
+
+
+@contextlib.contextmanager
+def _pool(gpu: Gpu) -> Iterator[CompilePool]:
+    """Compiler processes that know of nothing compiled before."""
+    with (
+        tempfile.TemporaryDirectory(prefix="replayssm-check-") as folder,
+        CompilePool(gpu, os.cpu_count() or 1, TIMEOUT_S, Path(folder)) as pool,
+    ):
+        yield pool
 
 
 def _resources(entry: _Entry, binaries: Mapping[Kernel, Binary | str], work: _Check) -> None:
@@ -302,25 +307,24 @@ def _changes(recorded: Binary, made: Binary | str) -> dict[str, tuple[int, int]]
 def _tiles(entries: Iterable[_Entry], work: _Check) -> None:
     """Tiles of the convolution: points of their space, and their kernels compile for the table's GPU."""
     for entry in entries:
+        gpu = _gpu(entry.table.gpu)
         try:
-            target = triton_target(_gpu(entry.table.gpu))
+            triton_target(gpu)
         except GpuError:
             continue  # said of its rows
-        users = {(row.spec, row.tile): row for row in entry.table.convolutions}
+        users = {TileJob(row.spec, row.tile): row for row in entry.table.convolutions}
         work.counts.update({"tiles": len(users)} if users else {})
-        for (spec, tile), row in users.items():
-            subject = f"{entry.path.name}: {spec.key}@{row.effective_batch}"
-            if tile not in tiles(spec.token_block):
-                work.find("compile", subject, f"tile {tile.key} is not in the space: tune again")
-                continue
-            choice = step_choice(spec, tile, silu=True)
-            x, ring, weight = spec.activation_dtype, spec.ring_dtype, spec.weight_dtype
-            dtypes = (ring, "i32", "i32", "i32", x, weight, weight, "i32", x)
-            try:
-                gpu = GPUTarget(target.backend, target.arch, target.warp_size)
-                compile_kernel(STEP, choice, dtypes, gpu, aligned=True)
-            except CompileError as error:
-                work.find("compile", subject, f"tile {tile.key}: {error}")
+        known = [job for job in users if job.tile in tiles(job.spec.token_block)]
+        reasons = dict.fromkeys(users, " is not in the space: tune again")
+        if known:
+            with _pool(gpu) as pool:
+                reasons |= {
+                    job: f"does not compile: {why}" if why else "" for job, why in pool.run_tiles(known)
+                }
+        for job, reason in reasons.items():
+            if reason:
+                subject = f"{entry.path.name}: {job.spec.key}@{users[job].effective_batch}"
+                work.find("compile", subject, f"tile {job.tile.key}{reason}")
 
 
 def _defaults(folders: Iterable[_Folder], work: _Check) -> None:

@@ -19,6 +19,7 @@ from replayssm_tune.codegen import targets
 from replayssm_tune.codegen.compile import (
     Compiled,
     KernelBinary,
+    TileJob,
     check_toolchain,
     compile_variant,
     select,
@@ -27,6 +28,7 @@ from replayssm_tune.codegen.files import EmitError
 from replayssm_tune.codegen.pool import CompilePool
 from replayssm_tune.codegen.space import structures
 from replayssm_tune.runtime.abi import state_block
+from replayssm_tune.runtime.conv_tiles import ConvSpec, ConvTile
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import CompileError, ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
@@ -137,6 +139,49 @@ def test_a_time_out_is_a_result_and_leaves_no_process(tmp_path):
         assert not processes()
     assert (result.status, result.kernels) == ("timeout", ())
     assert "more than 0.02 s" in result.reason
+
+
+def test_what_timed_out_is_not_compiled_again_unless_it_gets_more_time(tmp_path):
+    def run(timeout_s, *jobs, gpu=H200, cache=tmp_path):
+        with CompilePool(gpu, 1, timeout_s, cache) as pool:
+            return [(result.status, result.reason) for result in pool.run(jobs)], len(processes())
+
+    slow, default = SAMPLE[1], SAMPLE[0]
+    assert run(0.02, slow, default)[0] == [("timeout", "compiling took more than 0.02 s")] * 2
+    # At once, and by no process; another target, point or cache knows nothing of it.
+    again = ("timeout", "compiling took more than 0.02 s in an earlier run")
+    assert run(0.02, slow) == ([again], 0)
+    assert run(0.01, slow) == ([again], 0)
+    assert again not in run(0.02, slow, gpu=targets.find("B200"))[0]
+    assert again not in run(0.02, SAMPLE[2])[0]
+    assert again not in run(0.02, slow, cache=tmp_path / "other")[0]
+    # A default plan is tried whatever it took, and so is a point whose file is spoilt.
+    assert again not in run(0.02, default)[0]
+    assert run(120.0, slow, default)[0] == [("ok", "")] * 2
+    assert run(0.02, slow) == ([again], 0)
+    for kept in (tmp_path / "timeouts").iterdir():
+        kept.write_text("{")
+    assert again not in run(0.02, slow)[0]
+
+
+def test_a_process_that_does_not_start_says_nothing_of_its_point(tmp_path, monkeypatch):
+    monkeypatch.setattr("replayssm_tune.codegen.pool.START_TIMEOUT_S", 0.01)
+    with CompilePool(H200, 1, 60.0, tmp_path) as pool:
+        (result,) = pool.run([SAMPLE[1]])
+    assert (result.status, "starting a compiler process" in result.reason) == ("timeout", True)
+    assert not (tmp_path / "timeouts").exists()
+
+
+def test_tiles_of_the_convolution_have_the_same_limit(tmp_path):
+    spec = ConvSpec(4, 1, "bf16", "bf16", "bf16")
+    good, odd = (TileJob(spec, ConvTile(block, 1)) for block in (128, 24))
+    with CompilePool(H200, 1, 120.0, tmp_path) as pool:
+        found = dict(pool.run_tiles([good, odd]))
+    assert found[good] == ""
+    assert "conv_step does not compile" in found[odd]
+    with CompilePool(H200, 1, 0.002, tmp_path / "cold") as pool:
+        assert dict(pool.run_tiles([good])) == {good: "compiling took more than 0.002 s"}
+        assert not processes()
 
 
 def test_a_killed_worker_leaves_no_temporary_files(tmp_path, monkeypatch):
