@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..codegen import space
 from ..codegen.compile import Compiled, Drop, select
@@ -20,6 +22,9 @@ from .report import SpecPlan, dropped_by_reason
 from .request import Work
 from .search import interleave
 
+UNPROMISING: Final = "less promising, not compiled"
+NO_TIME: Final = "no time left, not compiled"
+
 
 @dataclass
 class Candidates:
@@ -31,6 +36,10 @@ class Candidates:
     compiled: dict[Variant, Compiled] = field(default_factory=dict)
     dropped: list[Drop] = field(default_factory=list)
     gate_failures: list[str] = field(default_factory=list)
+    asked: int = 0
+    """Points to compile."""
+    left: int = 0
+    """Those that there was no time for."""
 
     def plan(self, effective_batches: Sequence[int]) -> SpecPlan:
         """What the report says of this spec."""
@@ -73,6 +82,23 @@ def by_promise(
     return interleave(queues)
 
 
+def in_time(jobs: Iterable[tuple[Spec, Variant]], until_s: float) -> Iterator[tuple[Spec, Variant]]:
+    """The jobs that are read before ``until_s`` (monotonic clock); those of default plans always."""
+    for spec, variant in jobs:
+        if time.monotonic() < until_s or variant in default_plan(spec).variants:
+            yield spec, variant
+
+
+def left_notes(asked: int, left: int) -> tuple[str, ...]:
+    """What a user is told of points that were to be compiled and that there was no time for."""
+    if not left:
+        return ()
+    return (
+        f"time for compiling was over before {left} of {asked} points: the same command finds what was "
+        "compiled, and takes more",
+    )
+
+
 def compile_candidates(
     jobs: Sequence[tuple[Spec, Variant]],
     pool: CompilePool,
@@ -86,18 +112,12 @@ def compile_candidates(
     After ``until_s`` (monotonic clock) only default plans are begun.
     """
     found.update((spec, Candidates(spec)) for spec, _ in jobs)
-
-    def in_time() -> Iterator[tuple[Spec, Variant]]:
-        for spec, variant in jobs:
-            if variant in default_plan(spec).variants or time.monotonic() < until_s:
-                yield spec, variant
-
     results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
-    for done, result in enumerate(pool.run(in_time()), 1):
+    for done, result in enumerate(pool.run(in_time(jobs, until_s)), 1):
         results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = result
         report(Event("compile", done, len(jobs), f"{len(found)} specs"))
         yield result
-    for spec, role in dict.fromkeys((spec, variant.structure.role) for spec, variant in jobs):
+    for (spec, role), asked in Counter((spec, variant.structure.role) for spec, variant in jobs).items():
         by_variant = results.get((spec, role), {})
         points = space.points(spec, role)
         ordered = [by_variant[v] for v in points.variants if v in by_variant]
@@ -109,5 +129,8 @@ def compile_candidates(
         candidates.compiled |= by_variant
         for name, count in points.rejected.items():
             candidates.dropped += [Drop(points.variants[0], f"constraint: {name}")] * count
-        left = len(points.variants) - len(by_variant)
-        candidates.dropped += [Drop(points.variants[0], "less promising, not compiled")] * left
+        left = asked - len(by_variant)
+        candidates.asked += asked
+        candidates.left += left
+        candidates.dropped += [Drop(points.variants[0], UNPROMISING)] * (len(points.variants) - asked)
+        candidates.dropped += [Drop(points.variants[0], NO_TIME)] * left

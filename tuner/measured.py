@@ -84,10 +84,9 @@ class MeasuredTune:
             for spec, curve in self._curves.items()
             for batch in curve
         }
-        budget = job.budget
         self._began = time.monotonic()
-        self._deadline = math.inf if budget.minutes is None else self._began + 60 * budget.minutes
-        self._trials = budget.trials
+        self._deadline = job.budget.until_s(self._began)
+        self._trials = job.budget.trials
 
     def prepare(self, pool: CompilePool) -> dict[Spec, Candidates]:
         """Compile and gate every point; the pool's caches are those of the bench.

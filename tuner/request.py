@@ -97,6 +97,10 @@ class Budget:
     minutes: float | None = None
     trials: int | None = None
 
+    def until_s(self, began_s: float) -> float:
+        """When its time is over for work that began at ``began_s``, both monotonic; inf where it has none."""
+        return math.inf if self.minutes is None else began_s + 60 * self.minutes
+
     @classmethod
     def parse(cls, text: str) -> Budget:
         """A budget from ``10``, ``10m``, ``90s``, ``1.5h`` (a bare number is minutes) or ``500trials``.

@@ -18,6 +18,7 @@ from ..codegen.compile import Compiled, check_toolchain
 from ..codegen.emit import check_writable, emit, table_path
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
+from ..codegen.timeouts import TIMEOUT_S
 from ..runtime.conv_lookup import find_tile
 from ..runtime.defaults import default_plan
 from ..runtime.lookup import Lookup, read_folder, shipped_tables, user_tables
@@ -25,7 +26,7 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
-from .candidates import Candidates, compile_candidates, spec_jobs
+from .candidates import Candidates, by_promise, compile_candidates, left_notes, spec_jobs
 from .check import check
 from .convolution import ConvResult, ConvTune
 from .errors import UsageError
@@ -42,44 +43,47 @@ from .store import Store
 
 __all__ = ["bench", "check", "generate", "plan", "tune"]
 
-COMPILE_TIMEOUT_S = 60.0
 SECONDS_PER_COMPILE = 0.9
 """CPU time of one point, for estimates: read off recorded runs."""
 SECONDS_PER_CELL = 4.0
 """Time of one cell's search and race on the GPU, for estimates: read off recorded runs."""
 SECONDS_PER_CONV_CELL = 1.5
 """The same of a cell of the convolution, its share of compiling included; by hand."""
-TIME_STATIC = "a time budget bounds a search on a GPU; compiling alone is bounded by a number (--budget 20t)"
 CONV_STATIC = "tiles of the convolution follow a rule: without a GPU none is timed"
 
 
 def plan(job: Job, report: Report) -> Planned:
     """Enumerate and cross-compile; drop what cannot run, with reasons. Times nothing.
 
+    A time budget ends compiling, but for default plans.
+
     Raises:
         ToolchainError: Triton, its assembler or a C compiler is missing.
     """
+    until_s = job.budget.until_s(time.monotonic())
     check_toolchain()
     gpu = job.target.gpu
-    jobs = spec_jobs(job.work) if job.target.measured else static_jobs(job)
+    jobs = by_promise(spec_jobs(job.work), {}) if job.target.measured else static_jobs(job)
     found: dict[Spec, Candidates] = {}
-    with CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool:
-        collections.deque(compile_candidates(jobs, pool, gpu, found, report), maxlen=0)
+    with CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool:
+        collections.deque(compile_candidates(jobs, pool, gpu, found, report, until_s), maxlen=0)
     estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
     if job.target.measured:
         estimate_s += SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
         estimate_s += SECONDS_PER_CONV_CELL * sum(len(w.shapes) for w in job.convolutions)
+    if job.budget.minutes is not None:
+        estimate_s = min(estimate_s, 60 * job.budget.minutes)
     return Planned(
         gpu=gpu.name,
         static=not job.target.measured,
         specs=_spec_plans(job.work, found),
         estimate_s=estimate_s,
-        notes=(job.target.note, *job.notes, *_time_notes(job)),
+        notes=(job.target.note, *job.notes, *_left_notes(found)),
     )
 
 
-def _time_notes(job: Job) -> list[str]:
-    return [TIME_STATIC] if job.budget.minutes is not None else []
+def _left_notes(found: Mapping[Spec, Candidates]) -> tuple[str, ...]:
+    return left_notes(*(sum(getattr(c, name) for c in found.values()) for name in ("asked", "left")))
 
 
 def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
@@ -104,7 +108,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     gpu = job.target.gpu
     cells: list[CellResult] = []
     with (
-        CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool,
+        CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool,
         GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
         Store(job.store, gpu_bench.environment) as store,
     ):
@@ -125,7 +129,8 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     emission = emit(job.output, table)
     minutes = (time.monotonic() - began) / 60
     written = load(emission.table_path)
-    notes = [job.target.note, *job.notes, *emission.notes, *_promise_notes(job, before, written)]
+    notes = [job.target.note, *job.notes, *_left_notes(found), *emission.notes]
+    notes += _promise_notes(job, before, written)
     notes += (*convolving.notes, *_company_notes(gpu_bench.company))
     if results is not None:
         totals = {"tune_minutes": minutes, "resumed": resumed}
@@ -182,7 +187,7 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(prefix="replayssm-bench-") as folder,
-        CompilePool(gpu, workers(), COMPILE_TIMEOUT_S, cache_folder(job.store)) as pool,
+        CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool,
         GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
         Store(Path(folder) / "store", gpu_bench.environment) as store,
     ):
@@ -292,7 +297,7 @@ def _static(job: Job, report: Report) -> Tuned:
         static_share=result.share,
         notes=(
             *(job.target.note, *job.notes, *result.notes, *emission.notes),
-            *(*_time_notes(job), *([CONV_STATIC] if job.convolutions else ())),
+            *([CONV_STATIC] if job.convolutions else ()),
             *_promise_notes(job, before, written),
         ),
     )

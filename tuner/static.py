@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from ..codegen.compile import Compiled, Drop, check_toolchain, select
 from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
+from ..codegen.timeouts import TIMEOUT_S
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
 from ..runtime.table import Row
+from .candidates import NO_TIME, UNPROMISING, by_promise, in_time, left_notes
 from .interpreted import InterpretedGate
 from .invariance import best_class
 from .mix import flush_share
@@ -82,7 +85,6 @@ RECORDED_FAMILIES: Final = ("mamba2",)
 MAX_VARIANTS: Final = 400
 """Points that a static tune compiles at most, over all specs: five minutes on two cores."""
 
-COMPILE_TIMEOUT_S: Final = 120.0
 DIGITS: Final = 4
 """Significant digits of a row's estimates."""
 TIE: Final = 0.02
@@ -232,24 +234,26 @@ def static_tune(
     Args:
         cache_dir: Of the compile pool.
         workers: Compiler processes; no fewer than there are processors, since nothing else runs.
-        max_variants: Points to compile over all specs; a trial budget of the job bounds it too.
+        max_variants: Points to compile over all specs; a trial budget of the job bounds it too. A time budget
+            ends compiling, but for default plans.
 
     Raises:
         ToolchainError: The compiler or Triton's interpreter does not work.
     """
+    until_s = job.budget.until_s(time.monotonic())
     version = check_toolchain()
     gpu = job.target.gpu
     works = _works(job)
     chosen = _points(works, min(max_variants, job.budget.trials or max_variants))
     workers = max(workers, len(os.sched_getaffinity(0)))
-    jobs = [(spec, variant) for spec, variants in chosen.items() for variant in variants]
+    jobs = _listed(chosen)
     results: dict[tuple[Spec, Variant], Compiled] = {}
     structures = dict.fromkeys((spec, variant.structure) for spec, variant in jobs)
     with (
         InterpretedGate(structures, cache_dir / "modules") as gate,
-        CompilePool(gpu, workers, COMPILE_TIMEOUT_S, cache_dir) as pool,
+        CompilePool(gpu, workers, TIMEOUT_S, cache_dir) as pool,
     ):
-        for done, result in enumerate(pool.run(jobs), 1):
+        for done, result in enumerate(pool.run(in_time(jobs, until_s)), 1):
             results[result.spec, result.variant] = result
             report(Event("compile", done, len(jobs), f"{len(chosen)} specs"))
         wrong = gate.failures(
@@ -263,12 +267,15 @@ def static_tune(
         kept: list[Compiled] = []
         drops: list[Drop] = []
         for points in spaces:
-            tried = (results[spec, v] for v in variants if v.structure.role == points.role)
-            good, bad = select(tried, gpu.limits, points.default)
+            compiled = [results[spec, v] for v in variants if (spec, v) in results]
+            of_role = (c for c in compiled if c.variant.structure.role == points.role)
+            good, bad = select(of_role, gpu.limits, points.default)
             kept += (c for c in good if (spec, c.variant.structure) not in wrong)
             failed = (c.variant for c in good if (spec, c.variant.structure) in wrong)
             drops += (*bad, *(Drop(v, "gate", wrong[spec, v.structure]) for v in failed))
         batches = sorted({batch for work in works if work.spec == spec for batch in work.effective_batches})
+        tried = sum((spec, variant) in results for variant in variants)
+        drops += [Drop(variants[0], NO_TIME)] * (len(variants) - tried)
         plans.append(_spec_plan(spaces, len(variants), len(kept), drops, batches))
         # The baseline is there to be compared with: one class would flatter what it is compared to.
         of_one_class = job.batch_invariant and not spec.is_native
@@ -280,7 +287,7 @@ def static_tune(
         specs=tuple(plans),
         gate_failures=tuple(f"{spec.key} {s.key}: {reason}" for (spec, s), reason in wrong.items()),
         share=RECORDED_SHARE,
-        notes=_notes(chosen),
+        notes=(*left_notes(len(jobs), len(jobs) - len(results)), *_notes(chosen)),
         invariant=tuple(costs),
     )
 
@@ -303,9 +310,12 @@ def _role(spec: Spec) -> str:
 
 
 def static_jobs(job: Job) -> list[tuple[Spec, Variant]]:
-    """The points that a static tune of ``job`` compiles, spec by spec."""
-    chosen = _points(_works(job), min(MAX_VARIANTS, job.budget.trials or MAX_VARIANTS))
-    return [(spec, variant) for spec, variants in chosen.items() for variant in variants]
+    """The points that a static tune of ``job`` compiles, in order; a time budget of the job may end it."""
+    return _listed(_points(_works(job), min(MAX_VARIANTS, job.budget.trials or MAX_VARIANTS)))
+
+
+def _listed(chosen: Mapping[Spec, Sequence[Variant]]) -> list[tuple[Spec, Variant]]:
+    return by_promise([(spec, variant) for spec, variants in chosen.items() for variant in variants], {})
 
 
 def _works(job: Job) -> list[Work]:
@@ -333,7 +343,7 @@ def _spec_plan(
     dropped += [Dropped(f"constraint: {name}", count) for name, count in rejected.items()]
     left = sum(len(points.variants) for points in spaces) - tried
     if left:
-        dropped.append(Dropped("less promising, not compiled", left))
+        dropped.append(Dropped(UNPROMISING, left))
     total = sum(points.total for points in spaces)
     return SpecPlan(spaces[0].spec, tuple(batches), total, kept, tuple(dropped))
 

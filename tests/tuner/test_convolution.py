@@ -23,7 +23,7 @@ from replayssm_tune.tuner.convolution import RULES, ConvTune
 from replayssm_tune.tuner.errors import GateError
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, ConvCell, Timing, parse_cell
-from replayssm_tune.tuner.request import Budget, ConvWork, Job, Target, Work, resolve_convolutions
+from replayssm_tune.tuner.request import ConvWork, Job, Target, Work, resolve_convolutions
 from replayssm_tune.tuner.store import Store
 from tests.interpreter import run_interpreted
 from tests.runtime import table_samples
@@ -444,15 +444,6 @@ def test_without_a_gpu_one_line_says_that_the_rule_serves(tmp_path: Path) -> Non
     done = run.tune(static, silent)
     assert [note for note in done.notes if "convolution" in note] == [run.CONV_STATIC]
     assert done.table.convolutions == ()
-
-
-def test_a_time_that_bounds_nothing_without_a_gpu_is_told(tmp_path: Path) -> None:
-    job = test_run.job(tmp_path, batches=(1,), budget=Budget(minutes=1.0))
-    static = dataclasses.replace(job, target=Target(job.target.gpu, False, "static"), work=())
-    assert run.TIME_STATIC in run.tune(static, silent).notes
-    assert run.TIME_STATIC in run.plan(static, silent).notes
-    counted = dataclasses.replace(static, budget=Budget(trials=5))
-    assert run.TIME_STATIC not in run.plan(counted, silent).notes
 
 
 def test_a_check_finds_old_tiles_and_those_that_are_none(tmp_path: Path) -> None:

@@ -295,3 +295,8 @@ def test_budgets(text, budget):
 def test_refused_budgets(text):
     with pytest.raises(UsageError, match="not a budget"):
         Budget.parse(text)
+
+
+def test_a_time_is_over_once_its_minutes_are():
+    assert Budget(minutes=1.5).until_s(10.0) == 100.0
+    assert Budget(trials=5).until_s(10.0) == Budget().until_s(10.0) == float("inf")

@@ -534,8 +534,13 @@ def test_a_budget_ends_compiling(fake: type[FakeBench], tmp_path: Path) -> None:
     for plan, all_of_it in zip(cut.specs, whole.specs, strict=True):
         dropped = {d.reason: d.count for d in plan.dropped}
         assert plan.kept == 1 < all_of_it.kept
-        assert dropped["less promising, not compiled"] >= all_of_it.kept - 1
+        assert dropped[candidates.NO_TIME] >= all_of_it.kept - 1
     assert not cut.missing
+    left = sum(d.count for plan in cut.specs for d in plan.dropped if d.reason == candidates.NO_TIME)
+    jobs = len(candidates.spec_jobs(job(tmp_path).work))
+    assert candidates.left_notes(jobs, left)[0] in cut.notes
+    assert f"before {left} of {jobs} points" in candidates.left_notes(jobs, left)[0]
+    assert not any("time for compiling" in note for note in whole.notes)
     assert {row.plan for row in cut.table.rows} == {default_plan(row.spec) for row in cut.table.rows}
 
 
@@ -657,3 +662,27 @@ def test_a_plan_without_the_gpu_compiles_what_a_static_tune_would(tmp_path: Path
         assert plan.points == compiled + dropped["less promising, not compiled"] + constraints
     assert planned.estimate_s is not None
     assert planned.estimate_s > 0
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["measured", "static"])
+def test_a_time_ends_a_plan_and_what_is_left_is_told(
+    fake: type[FakeBench], tmp_path: Path, here: bool
+) -> None:
+    target = Target(GPU, here, "")
+    asked = dataclasses.replace(job(tmp_path), target=target)
+    whole = run.plan(asked, silent)
+    events: list[Event] = []
+    cut = run.plan(dataclasses.replace(asked, budget=Budget(minutes=1e-6)), events.append)
+    jobs = candidates.spec_jobs(asked.work) if here else static_jobs(asked)
+    defaults = sum(variant in default_plan(spec).variants for spec, variant in jobs)
+    assert len(events) == defaults < len(jobs)
+    assert candidates.left_notes(len(jobs), len(jobs) - defaults)[0] in cut.notes
+    for plan, all_of_it in zip(cut.specs, whole.specs, strict=True):
+        assert plan.spec == all_of_it.spec
+        assert plan.points == all_of_it.points
+        assert 1 <= plan.kept <= all_of_it.kept
+        assert not any(d.reason == candidates.NO_TIME for d in all_of_it.dropped)
+    assert not any("time for compiling" in note for note in whole.notes)
+    assert cut.estimate_s == pytest.approx(60e-6)
+    assert whole.estimate_s is not None
+    assert whole.estimate_s > 1

@@ -21,7 +21,7 @@ from replayssm_tune.runtime.errors import ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import Table, Toolchain, dumps, loads
-from replayssm_tune.tuner import interpreted, static
+from replayssm_tune.tuner import candidates, interpreted, static
 from replayssm_tune.tuner.interpreted import InterpretedGate, small_plan, small_spec
 from replayssm_tune.tuner.progress import Event
 from replayssm_tune.tuner.request import Budget, Job, Target, Work
@@ -363,6 +363,29 @@ def test_a_small_static_tune_serves_every_cell(tmp_path, spec):
     assert all(plan.kept >= 1 for plan in result.specs)
     table = Table(H200.info, Toolchain("3.9.0", "", ""), "static", "0.1.0", "2026-11-30", result.rows)
     assert loads(dumps(table)) == table
+
+
+def test_a_time_ends_compiling_and_every_cell_still_has_a_row(tmp_path):
+    spec = Spec("mamba2", "verify", 16, 32, 2, 4, 2)
+    work = (Work(spec, (4, 64), ("toy tp1",)),)
+    target, here = Target(H200, False, "static"), (tmp_path / "store", tmp_path / "output")
+    cut = Job(target, work, Budget(minutes=1e-6), *here)
+    events: list[Event] = []
+    result = static.static_tune(cut, tmp_path / "cache", 1, events.append)
+    jobs = static.static_jobs(cut)
+    defaults = {of: default_plan(of) for of in (spec, spec.native)}
+    first = [(of, variant) for of, plan in defaults.items() for variant in plan.variants]
+    assert sorted(jobs[: len(first)]) == sorted(first)
+    assert [event.total for event in events if event.phase == "compile"] == [len(jobs)] * len(first)
+    left = len(jobs) - len(first)
+    (note,) = (note for note in result.notes if "time for compiling" in note)
+    assert f"before {left} of {len(jobs)} points" in note
+    dropped = [drop for plan in result.specs for drop in plan.dropped]
+    assert sum(drop.count for drop in dropped if drop.reason == candidates.NO_TIME) == left
+    assert {(row.spec, row.effective_batch) for row in result.rows} == {
+        (of, batch) for of in defaults for batch in (4, 64)
+    }
+    assert all(row.plan == defaults[row.spec] for row in result.rows)
 
 
 # ---- batch invariance ----

@@ -177,8 +177,8 @@ def budget_option(function: Function) -> Function:
     return click.option(
         "--budget",
         metavar="MINUTES|TRIALS",
-        help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) "
-        "or a number of trials (500t). Without a GPU, or to plan, a number alone bounds the work.",
+        help="Stop searching after a time (10, 90s, 1.5h; a bare number is minutes) or a number of trials "
+        "(500t). Without a GPU either bounds what is compiled, and a time does to plan.",
     )(function)
 
 
