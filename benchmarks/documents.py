@@ -37,9 +37,9 @@ def _curve_row(cell: Cell) -> tuple[str, ...]:
 
 
 def _stored(cell: Cell) -> str:
-    """The state's dtype, and the ring's where it is not the one that is tuned unasked."""
-    ring = cell.get("ring_dtype")
-    return f"{cell['state_dtype']}, {ring} ring" if ring else str(cell["state_dtype"])
+    """The state's dtype, and those of activations and ring where they are not tuned unasked."""
+    others = {"activations": cell.get("activation_dtype"), "ring": cell.get("ring_dtype")}
+    return ", ".join([cell["state_dtype"], *(f"{dtype} {of}" for of, dtype in others.items() if dtype)])
 
 
 Times = dict[str, float]

@@ -90,14 +90,14 @@ class Panel:
 def info(records: Iterable[Record], gpu: str = "", **layer: Any) -> tuple[Panel, ...]:
     """Panels of one layer, those without points left out; their ``layer`` is family, head dim and state size.
 
-    Of rings those in the dtype that is tuned unasked are drawn.
+    Of activations and rings those in the dtypes that are tuned unasked are drawn.
 
     Args:
         records: Recorded figures; claims ``step_time_us`` count.
         gpu: The GPU; empty takes the one with most points.
         layer: Values of the cell that only one layer has, e.g. ``family="gdn", heads_per_group=2, T=1``.
     """
-    chosen = select(records, "step_time_us", **{"ring_dtype": None, **layer})
+    chosen = select(records, "step_time_us", **{"activation_dtype": None, "ring_dtype": None, **layer})
     if not gpu and chosen:
         names = [record["cell"]["gpu"] for record in chosen]
         gpu = max(sorted(set(names)), key=names.count)

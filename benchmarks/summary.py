@@ -155,9 +155,8 @@ def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
             continue
         claim = f"{branch}_roof_share"
         asked = None
-        if "ring_dtype" not in key and all(
-            key[name] == wanted for name, wanted in ASKED_OF[spec.family].items()
-        ):
+        unasked_dtypes = {"activation_dtype", "ring_dtype"} & set(key)
+        if not unasked_dtypes and all(key[name] == wanted for name, wanted in ASKED_OF[spec.family].items()):
             asked = ASKED_SHARES.get((claim, spec.family, spec.num_tokens), {}).get(spec.state_dtype)
         yield _record(claim, key, roof / time_us[branch], asked, "1", True)
         launch = cell.get("launch_us", {}).get(branch)
@@ -270,10 +269,12 @@ def _growth(tokens: Sequence[int], found: Sequence[float]) -> float | None:
 
 
 def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
-    """What tells a cell apart; its ring's dtype only where that is not the one that is tuned unasked."""
-    ring = (
-        {} if spec.is_native or spec.ring_dtype == Spec.activation_dtype else {"ring_dtype": spec.ring_dtype}
-    )
+    """What tells a cell apart; dtypes of activations and ring only where they are not tuned unasked."""
+    # What materialises states has no activations, and its spec says the ring's dtype for them.
+    activation = Spec.activation_dtype if spec.op == "materialize" else spec.activation_dtype
+    dtypes = {"activation_dtype": activation} if activation != Spec.activation_dtype else {}
+    if not spec.is_native and spec.ring_dtype != activation:
+        dtypes["ring_dtype"] = spec.ring_dtype
     return {
         "family": spec.family,
         "op": OPS.get(spec.op, spec.op),
@@ -283,7 +284,7 @@ def _key(spec: Spec, effective_batch: int, gpu: str) -> Cell:
         "state_size": spec.state_size,
         "heads_per_group": spec.heads_per_group,
         "state_dtype": spec.state_dtype,
-        **ring,
+        **dtypes,
         "effective_batch": effective_batch,
         "gpu": gpu,
     }
@@ -334,6 +335,7 @@ def _order(record: Record) -> tuple[Any, ...]:
     cell = record["cell"]
     return (
         record["claim"],
+        str(cell.get("activation_dtype")),  # so that curves stay together
         *((0, v, "") if isinstance(v, int) else (1, 0, str(v)) for v in map(cell.get, CELL_KEYS)),
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .dtypes import TORCH_DTYPES
 from .errors import ArgumentError
+from .rows import repeated
 from .spec import DTYPE_BYTES, Spec
 
 
@@ -104,7 +105,7 @@ class Cache:
             raise ArgumentError(
                 f"{len(index)} slots are named for a snapshot of {len(held.state)}", hint="name one for each"
             )
-        if index.device.type == "cpu" and bool((index.sort().values.diff() == 0).any()):
+        if index.device.type == "cpu" and bool(repeated(index).any()):
             raise ArgumentError(
                 f"slots {index.tolist()} name a slot twice", hint="restore each sequence into its own slot"
             )

@@ -87,8 +87,8 @@ def conv_step(
 
     Raises:
         ArgumentError: A tensor or number does not fit; the message says which, where and what to do.
-            Slots, cursors and ``query_start`` out of range raise it on a CPU, before anything is written;
-            on a GPU they are not looked at.
+            A slot of two live rows, and slots, cursors and ``query_start`` out of range raise it on a CPU,
+            before anything is written; on a GPU they are not looked at.
         CompileError: Triton refuses the kernel.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
@@ -114,7 +114,8 @@ def conv_seed(
         null_slot: Slot to skip.
 
     Raises:
-        ArgumentError: A tensor does not fit.
+        ArgumentError: A tensor does not fit; on a CPU also a slot or ``ring_start`` out of range, or a slot
+            named twice. Nothing has been written then.
     """
     tensors = (history, ring, ring_start, slots)
     if torch.is_grad_enabled():

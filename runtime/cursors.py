@@ -48,7 +48,8 @@ def commit(
 
     Raises:
         ArgumentError: A tensor or number does not fit; on a CPU also where a row keeps fewer than no tokens
-            or more than it has, or its slot or cursors are out of range. Nothing has been written then.
+            or more than it has, its slot or cursors are out of range, or another row has its slot. Nothing
+            has been written then.
     """
     tensors = (accepted, ring_start, ring_len, slot_index, query_start)
     _commit(tensors, (window, num_tokens, capacity), null_slot)
@@ -58,13 +59,15 @@ def reset(slots: Tensor, *, ring_start: Tensor, ring_len: Tensor, null_slot: int
     """Empty the rings of slots given to a new sequence; their state is left to the prefill.
 
     Args:
-        slots: (n,) int32 or int64, distinct; negative ones and ``null_slot`` are skipped.
+        slots: (n,) int32 or int64; negative ones and ``null_slot`` are skipped. One that is named twice is
+            emptied as if named once.
         ring_start: (slots,) int32; set to 0.
         ring_len: (slots,) int32; set to 0.
         null_slot: Slot to skip.
 
     Raises:
-        ArgumentError: A tensor does not fit.
+        ArgumentError: A tensor does not fit; on a CPU also a slot beyond the last one. Nothing has been
+            written then.
     """
     _reset((slots, ring_start, ring_len), (), null_slot)
 
@@ -75,13 +78,15 @@ def drained(
     """Move past all ring tokens of slots whose rings have been folded into their states.
 
     Args:
-        slots: (n,) int32 or int64, distinct; negative ones and ``null_slot`` are skipped.
+        slots: (n,) int32 or int64, distinct: twice could move a ring past twice its tokens. Negative ones
+            and ``null_slot`` are skipped.
         ring_start: (slots,) int32; moved by ``ring_len`` (mod capacity).
         ring_len: (slots,) int32; set to 0.
         capacity: Tokens a ring has room for: dimension 2 of ``ring_x``, or of ``ring_u``.
         null_slot: Slot to skip.
 
     Raises:
-        ArgumentError: A tensor or number does not fit.
+        ArgumentError: A tensor or number does not fit; on a CPU also a slot or cursor out of range, or a slot
+            named twice. Nothing has been written then.
     """
     _drained((slots, ring_start, ring_len), (capacity,), null_slot)

@@ -166,15 +166,15 @@ def mamba2_native_verify(
 
     Args:
         state: (slots, heads, head_dim, state_size), fp32, bf16 or fp16; written for every token.
-        slot_index: (rows, num_tokens) int32 or int64; no slot twice among live rows. Slots of tokens that
-            a row does not have are not looked at, unless it starts from them.
+        slot_index: (rows, num_tokens) int32 or int64; no slot twice, in one live row or in two. Slots of
+            tokens that a row does not have are not looked at, unless it starts from them.
         accepted: (rows,) int32 or int64, tokens kept in the step before, 1 to num_tokens; 1 for a sequence
             whose state is in its first slot. Of padded rows it is not looked at.
         query_start: (rows + 1,) int32, as in :func:`mamba2_step`; None where each row has num_tokens.
 
     Raises:
         ArgumentError: As :func:`mamba2_step`; on a CPU also an ``accepted`` out of range, and a slot that is
-            started from or written and is none. Nothing is written then.
+            started from or written and is none, or is named twice. Nothing is written then.
         SpecError: As :func:`mamba2_step`.
         ToolchainError: As :func:`mamba2_step`.
     """

@@ -8,10 +8,11 @@ regions of one pool. Views of different dtypes that interleave in one byte pool 
 torch; eager calls and CUDA graphs take them.
 
 Row contract: ``slot_index`` names each row's slot, -1 (any negative number) or ``null_slot`` marks
-padding. No slot may occur twice among the live rows of one call. Slots, cursors and ``query_start`` out of
-range raise ArgumentError on a CPU, before anything is written; on a GPU they are not looked at. A step must
-not be run twice on the same slots without the ``commit`` in between. A row that is given no token by
-``query_start`` is padding too, whatever slot it names.
+padding. No slot may occur twice among the live rows of one call: each would overwrite what the other wrote.
+A slot that does, and slots, cursors and ``query_start`` out of range raise ArgumentError on a CPU, before
+anything is written; on a GPU they are not looked at, and the slot is left undefined. A step must not be run
+twice on the same slots without the ``commit`` in between. A row that is given no token by ``query_start`` is
+padding too, whatever slot it names.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def commit(
 
 def reset(slots: Tensor, ring_start: Tensor, ring_len: Tensor, null_slot: int) -> None:
     """Empty rings; see :func:`.cursors.reset`."""
-    _, slot = live_rows(slots, null_slot, len(ring_len), "slots")
+    _, slot = live_rows(slots, null_slot, len(ring_len), "slots", distinct=False)
     ring_start[slot] = 0
     ring_len[slot] = 0
 

@@ -10,13 +10,28 @@ from torch import Tensor
 from .errors import ArgumentError
 
 
+def repeated(slot: Tensor) -> Tensor:
+    """(n,) bool: whether an earlier entry is the same; of ``slot`` (n,) whole numbers."""
+    order = slot.argsort(stable=True)
+    found = torch.zeros_like(slot, dtype=torch.bool)
+    found[order[1:]] = slot[order].diff() == 0
+    return found
+
+
 def live_rows(
-    slot_index: Tensor, null_slot: int, slots: int, name: str = "slot_index"
+    slot_index: Tensor, null_slot: int, slots: int, name: str = "slot_index", distinct: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Indices of the rows that are no padding, and their slots, int64; ``name`` is the tensor's in messages.
+    """Indices of the rows that are no padding, and their slots, int64.
+
+    Args:
+        slot_index: (rows,).
+        null_slot: Marks padding besides negative slots; -1 for none.
+        slots: How many there are.
+        name: The tensor's in messages.
+        distinct: A slot that two rows name is refused: what they write to it would meet.
 
     Raises:
-        ArgumentError: A slot is beyond the last one. Nothing has been written yet.
+        ArgumentError: A slot is beyond the last one, or named twice. Nothing has been written yet.
     """
     row = ((slot_index >= 0) & (slot_index != null_slot)).nonzero()[:, 0]
     slot = slot_index[row].long()
@@ -26,6 +41,14 @@ def live_rows(
         raise ArgumentError(
             f"row {int(row[first])} names slot {int(slot[first])}, but there are {slots} slots",
             hint=f"correct {name}, or mark padding by -1 or null_slot",
+        )
+    again = repeated(slot).nonzero()[:, 0] if distinct else slot[:0]
+    if len(again):
+        later = int(again[0])
+        earlier = int((slot == slot[later]).nonzero()[0, 0])
+        raise ArgumentError(
+            f"rows {int(row[earlier])} and {int(row[later])} name the same slot, {int(slot[later])}",
+            hint=f"correct {name}: a slot is that of one row, and padding is marked by -1 or null_slot",
         )
     return row, slot
 
@@ -176,7 +199,7 @@ def draft_slots(new: NewTokens, slot_index: Tensor, accepted: Tensor, null_slot:
 
     Raises:
         ArgumentError: A row has kept no or too many tokens, or the slot of a state that it starts from or
-            writes is none. Nothing has been written yet.
+            writes is none or is named twice. Nothing has been written yet.
     """
     held, kept = slot_index[new.row].long(), accepted[new.row].long()
     most = slot_index.shape[1]
@@ -196,6 +219,18 @@ def draft_slots(new: NewTokens, slot_index: Tensor, accepted: Tensor, null_slot:
         raise ArgumentError(
             f"row {int(new.row[i])} {what} slot {int(needed[i, j])}, but there are {slots} slots",
             hint="correct slot_index: a live row names slots, none of them null_slot, for all of its tokens",
+        )
+    used = new.mine.scatter(1, kept[:, None] - 1, True).nonzero()
+    named = held[used[:, 0], used[:, 1]]
+    again = repeated(named).nonzero()[:, 0]
+    if len(again):
+        later = int(again[0])
+        i, j = (int(value) for value in used[later])
+        k, m = (int(value) for value in used[named == named[later]][0])
+        raise ArgumentError(
+            f"slot_index names slot {int(named[later])} twice: for token {m} of row {int(new.row[k])} "
+            f"and for token {j} of row {int(new.row[i])}",
+            hint="correct slot_index: every token whose state is written, or started from, has its own slot",
         )
     return start[:, 0]
 
@@ -220,7 +255,8 @@ def folded_rows(
     ends = {"source": source, "destination": destination}
     padded = (torch.minimum(source, destination) < 0) | (source == null_slot) | (destination == null_slot)
     (row, slot), (_, target) = (
-        live_rows(end.masked_fill(padded, -1), null_slot, slots, name) for name, end in ends.items()
+        live_rows(end.masked_fill(padded, -1), null_slot, slots, name, distinct=False)
+        for name, end in ends.items()
     )
     start, length = live_cursors(row, slot, ring_start, ring_len, window, capacity)
     count = torch.minimum(prefix[row].long().clamp(min=0), length.long())
@@ -233,9 +269,7 @@ def folded_rows(
             f"{int(slot[i])}, which would fold them again later",
             hint="give another destination, or fold all (prefix None) and call drained after the last layer",
         )
-    number = torch.arange(len(row), device=row.device)
-    first = number.new_full((slots,), len(row)).scatter_reduce(0, target, number, "amin")
-    met = ((first[target] != number) | torch.isin(target, slot[~in_place])).nonzero()[:, 0]
+    met = (repeated(target) | torch.isin(target, slot[~in_place])).nonzero()[:, 0]
     if len(met):
         i = int(met[0])
         raise ArgumentError(

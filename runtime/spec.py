@@ -207,10 +207,14 @@ class Spec:
         family = f"--family {self.family} " if self.family != "mamba2" else ""
         window = f" --buffer-len {self.window}" if self.window else ""
         drafts = f" --drafts {self.num_tokens - 1}" if self.verifies else ""
-        ring = " --ring-dtype fp32" if self.window and self.ring_dtype == "fp32" else ""
+        # Rings of fp32 are materialised in one way, whatever the activations of their steps are.
+        of_any = self.op == "materialize" and self.ring_dtype == "fp32"
+        activation = Spec.activation_dtype if of_any else self.activation_dtype
+        inputs = f" --activation-dtype {activation}" if activation != Spec.activation_dtype else ""
+        ring = f" --ring-dtype {self.ring_dtype}" if self.window and self.ring_dtype != activation else ""
         return (
             f"replayssm-tune tune {family}--heads {self.heads_per_group} --head-dim {self.head_dim} "
-            f"--state-size {self.state_size} --groups 1 --tp 1 --state-dtype {self.state_dtype}"
+            f"--state-size {self.state_size} --groups 1 --tp 1{inputs} --state-dtype {self.state_dtype}"
             f"{ring}{window}{drafts}"
         )
 

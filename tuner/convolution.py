@@ -108,7 +108,7 @@ class ConvTune:
     Attributes:
         digest: Of the module that is timed.
         failures: Tiles that did not pass the gate, with its words.
-        notes: Cells without a row, with the reason.
+        notes: Cells without a row, and tiles that did not run in a final, with the reasons.
     """
 
     def __init__(self, bench: Bench, store: Store, report: Report) -> None:
@@ -124,21 +124,21 @@ class ConvTune:
         Raises:
             GateError: A default is numerically wrong: nothing can be compared with it.
         """
-        space, visits = tiles(work.spec.token_block), 2 * RULES.final_rounds * (RULES.finalists + 2)
-        self._phase, self._done = f"convolution {work.spec.key}", 0
-        self._total = len(space) + len(work.shapes) * (len(space) + visits + 2)
-        # As they are timed; what wins is gated for the other kind of rows too, which is another compilation.
-        gated = {tile: self._gate(work.spec, tile, work.spec.num_tokens > 1) for tile in space}
-        wrong = {tile: reason for tile, reason in gated.items() if reason}
-        self.failures += [f"{work.spec.key} {tile.key}: {reason}" for tile, reason in wrong.items()]
-        cells = [ConvCell(work.spec, rows, channels) for rows, channels in work.shapes]
-        for tile in dict.fromkeys(map(_default, cells)):
-            if tile in wrong:
+        spec, cells = work.spec, [ConvCell(work.spec, rows, channels) for rows, channels in work.shapes]
+        space, defaults = tiles(spec.token_block), dict.fromkeys(map(_default, cells))
+        visits = 2 * RULES.final_rounds * (RULES.finalists + 2)
+        self._phase, self._done = f"convolution {spec.key}", 0
+        self._total = len(space) + len(defaults) + len(cells) * (len(space) + visits + 2)
+        # As they are timed. Defaults and what wins are gated for the other kind of rows too, which is another
+        # compilation.
+        wrong = {tile: self._gate(spec, tile, spec.num_tokens > 1) for tile in space}
+        for tile in defaults:
+            if reason := wrong[tile] or self._gate(spec, tile, spec.num_tokens == 1):
                 raise GateError(
-                    f"the default tile of {work.spec.key} cannot run here: {wrong[tile]}",
+                    f"the default tile of {spec.key} cannot run here: {reason}",
                     hint="this is a fault of the kernel or of the compiler; report it",
                 )
-        able = [tile for tile in space if tile not in wrong]
+        able = [tile for tile in space if not wrong[tile]]
         return [result for cell in cells if (result := self._choose(cell, able)) is not None]
 
     def served(self, work: ConvWork, tile_of: Callable[[ConvCell], ConvTile]) -> list[ConvResult]:
@@ -161,10 +161,9 @@ class ConvTune:
                         where=f"{cell.key}: {one.key}",
                         hint="tune this convolution anew on this GPU",
                     )
-            entries = [default, *([tile] if tile != default else []), default]
-            found = self._finalists(cell, entries)
-            if found is not None:
-                results.append(found.result(len(entries) - 2, "served"))
+            found = self._final(cell, [tile] if tile != default else [])
+            if isinstance(found, _Final):
+                results.append(found.result(len(found.entries) - 2, "served"))
         return results
 
     def _choose(self, cell: ConvCell, able: Sequence[ConvTile]) -> ConvResult | None:
@@ -174,43 +173,59 @@ class ConvTune:
             why = screened[default].reason or screened[default].status
             self.notes.append(f"{cell.key} has no row: the default tile did not run ({why})")
             return None
-        others = sorted((m.time_us, tile) for tile, m in screened.items() if m.ok and tile != default)
-        bound = RULES.keep_within * min(
-            time_us for time_us, _ in (*others, (screened[default].time_us, default))
-        )
-        rivals = [tile for time_us, tile in others if time_us <= bound][: RULES.finalists]
-        entries = [default, *rivals, default]  # the last is the control
-        found = self._finalists(cell, entries)
-        if found is None:
-            return None
-        needed = max(RULES.least_gain, found.noise_floor)
-        best = max(range(1, len(entries) - 1), key=found.gain, default=0)
-        winner = best if best and found.gain(best) > needed else 0
-        wrong = self._gate(cell.spec, entries[winner], cell.spec.num_tokens == 1) if winner else ""
+        times_us = {tile: m.time_us for tile, m in screened.items() if m.ok}
+        wrong: list[ConvTile] = []
+        while True:
+            bound_us = RULES.keep_within * min(times_us.values())
+            others = sorted((time_us, tile) for tile, time_us in times_us.items() if tile != default)
+            rivals = [tile for time_us, tile in others if time_us <= bound_us][: RULES.finalists]
+            found = self._final(cell, rivals)
+            if found is None:
+                return None
+            if isinstance(found, ConvTile):
+                del times_us[found]
+                continue
+            needed = max(RULES.least_gain, found.noise_floor)
+            best = max(range(1, len(found.entries) - 1), key=found.gain, default=0)
+            winner = best if best and found.gain(best) > needed else 0
+            tile = found.entries[winner]
+            if not winner or not self._gate(cell.spec, tile, cell.spec.num_tokens == 1):
+                break
+            # The next one takes its place in another final.
+            wrong.append(tile)
+            del times_us[tile]
         reason = f"nothing beats the default by {needed:.1%}"
-        if wrong:
-            winner, reason = 0, f"the fastest tile, {entries[best].key}, is wrong"
-            self.failures.append(f"{cell.spec.key} {entries[best].key}: {wrong}")
-        elif winner:
+        if winner:
             reason = f"faster than the default by {found.gain(best):.1%}, beyond {needed:.1%}"
         elif best:
             reason += f"; the best by {found.gain(best):.1%}"
+        if wrong:
+            reason += f"; left out as wrong: {', '.join(tile.key for tile in wrong)}"
         return found.result(winner, reason)
 
-    def _finalists(self, cell: ConvCell, entries: Sequence[ConvTile]) -> _Final | None:
-        """The final of ``entries``, the default first and last, beside the roof; None where one failed."""
-        rounds = self._rounds(cell, entries)
+    def _final(self, cell: ConvCell, rivals: Sequence[ConvTile]) -> _Final | ConvTile | None:
+        """The final of the default and rivals, beside the roof.
+
+        Where a rival does not run in it, that one; None where the default or the roof does not. Notes say so.
+        """
+        default = _default(cell)
+        entries = (default, *rivals, default)  # the last is the control
+        rounds, failed = self._rounds(cell, entries)
+        if failed is not None:
+            tile, why = failed
+            said = f": tile {tile.key}" if tile != default else " has no row: the default tile"
+            self.notes.append(f"{cell.key}{said} did not run in the final ({why})")
+            return tile if tile != default else None
         roof = self._measured(cell, ROOF, "", lambda: self._bench.conv_roof(cell, RULES.repeats))
-        if rounds and roof.ok:
-            return _Final(cell, tuple(entries), rounds, roof.time_us)
-        why = "a tile of the final did not run in it"
-        if rounds:
-            why = f"the roof did not run ({roof.reason or roof.status})"
-        self.notes.append(f"{cell.key} has no row: {why}")
+        if roof.ok:
+            return _Final(cell, entries, rounds, roof.time_us)
+        self.notes.append(f"{cell.key} has no row: the roof did not run ({roof.reason or roof.status})")
         return None
 
-    def _rounds(self, cell: ConvCell, entries: Sequence[ConvTile]) -> list[list[_Visits]]:
-        """Per round the visits of each entry; none at all where an entry failed."""
+    def _rounds(
+        self, cell: ConvCell, entries: Sequence[ConvTile]
+    ) -> tuple[list[list[_Visits]], tuple[ConvTile, str] | None]:
+        """Per round the visits of each entry, and an entry that failed, which ends them, with the reason."""
         # Remembered rounds of others are no pair of these.
         group = zlib.crc32("|".join(tile.key for tile in entries).encode())
         places = range(len(entries))
@@ -219,14 +234,15 @@ class ConvTune:
             visits: list[list[Measurement]] = [[] for _ in entries]
             for position, place in enumerate((*places, *reversed(places))):
                 tag = f"final{number}.{group:08x}.{position}"
-                visits[place].append(self._time(cell, entries[place], tag))
-            if not all(visit.ok for pair in visits for visit in pair):
-                return []
+                visit = self._time(cell, entries[place], tag)
+                if not visit.ok:
+                    return [], (entries[place], visit.reason or visit.status)
+                visits[place].append(visit)
             rounds.append([(sqrt(a.time_us * b.time_us), (*a.samples_us, *b.samples_us)) for a, b in visits])
-        return rounds
+        return rounds, None
 
     def _gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str:
-        """Empty if the tile passed, else why not."""
+        """Empty if the tile passed, else why not, which :attr:`failures` then says once."""
 
         def gate() -> Timing:
             found = self._bench.conv_gate(spec, tile, packed)
@@ -235,7 +251,12 @@ class ConvTune:
             )
 
         known = self._measured(ConvCell(spec, 1, 1), tile.key, f"gate{'.packed' * packed}", gate)
-        return "" if known.status == "ok" else known.reason or known.status
+        if known.status == "ok":
+            return ""
+        wrong = known.reason or known.status
+        if (failure := f"{spec.key} {tile.key}: {wrong}") not in self.failures:
+            self.failures.append(failure)
+        return wrong
 
     def _time(self, cell: ConvCell, tile: ConvTile, tag: str) -> Measurement:
         return self._measured(cell, tile.key, tag, lambda: self._bench.conv_time(cell, tile, RULES.repeats))

@@ -302,7 +302,7 @@ def specs(
     state_dtypes: Iterable[str],
     window: int,
     drafts: int = 0,
-    ring_dtypes: Iterable[str] = (),
+    token_dtypes: Iterable[tuple[str, str]] = (),
 ) -> list[tuple[Spec, int]]:
     """Every ``step`` (with drafts: ``verify``) spec of ``model`` with the heads that one GPU holds of it.
 
@@ -314,7 +314,7 @@ def specs(
         state_dtypes: ``fp32``, ``bf16``, ``fp16``; empty takes the model's own.
         window: Ring tokens before a flush.
         drafts: Draft tokens verified per step; a step takes ``1 + drafts`` tokens.
-        ring_dtypes: That of the activations, ``fp32``; empty takes the first alone.
+        token_dtypes: Dtypes of activations and ring; empty takes bf16 for both.
 
     Raises:
         SpecError: A split or a shape that no kernel can serve; the place names the model.
@@ -322,10 +322,11 @@ def specs(
     found: list[tuple[Spec, int]] = []
     for gpus in tensor_parallel:
         share = split(model, gpus)
-        stored = itertools.product(
-            tuple(state_dtypes) or (model.state_dtype,), tuple(ring_dtypes) or (Spec.activation_dtype,)
+        dtypes = itertools.product(
+            tuple(state_dtypes) or (model.state_dtype,),
+            tuple(token_dtypes) or ((Spec.activation_dtype, Spec.ring_dtype),),
         )
-        for state_dtype, ring_dtype in stored:
+        for state_dtype, (activation_dtype, ring_dtype) in dtypes:
             try:
                 spec = Spec(
                     family=model.family,
@@ -335,6 +336,7 @@ def specs(
                     heads_per_group=share.heads_per_group,
                     window=window,
                     num_tokens=1 + drafts,
+                    activation_dtype=activation_dtype,
                     state_dtype=state_dtype,
                     ring_dtype=ring_dtype,
                     has_d=model.family == "mamba2",

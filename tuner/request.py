@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -227,11 +228,36 @@ def fits(spec: Spec, effective_batch: int, memory_bytes: int) -> bool:
     return LAYER_BUFFERS * _largest_layer_bytes(spec, effective_batch) <= MEMORY_SHARE * memory_bytes
 
 
+def token_dtypes(activations: Sequence[str], rings: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Dtypes of activations and of the ring that goes with them: all pairs of what is asked that can be.
+
+    Args:
+        activations: Empty takes bf16.
+        rings: A ring has the dtype of the activations or fp32; empty takes the first alone.
+
+    Raises:
+        UsageError: A dtype goes with none of the other kind.
+    """
+    activations = tuple(activations) or (Spec.activation_dtype,)
+    pairs = tuple((x, ring) for x in activations for ring in rings or (x,) if ring in (x, "fp32"))
+    hint = "a ring has the dtype of the activations, or fp32; without --ring-dtype it has the first"
+    for ring in rings:
+        if all(ring != other for _, other in pairs):
+            what = f"rings of {ring} do not go with activations of {' or '.join(activations)}"
+            raise UsageError(what, where="--ring-dtype", hint=hint)
+    for activation in activations:
+        if all(activation != other for other, _ in pairs):
+            what = f"activations of {activation} do not go with rings of {' or '.join(rings)}"
+            raise UsageError(what, where="--activation-dtype", hint=hint)
+    return pairs
+
+
 def resolve_work(
     models: Sequence[Model],
     gpu: Gpu,
     *,
     tensor_parallel: Sequence[int] = (),
+    activation_dtypes: Sequence[str] = (),
     state_dtypes: Sequence[str] = (),
     ring_dtypes: Sequence[str] = (),
     window: int = 16,
@@ -244,8 +270,9 @@ def resolve_work(
         models: Layers at tensor parallel 1.
         gpu: Bounds the batches by its memory.
         tensor_parallel: Splits; empty takes the usual ones that each model can have.
+        activation_dtypes: Empty takes bf16.
         state_dtypes: Empty takes fp32, bf16 and the model's own.
-        ring_dtypes: That of the activations, fp32; empty takes the first alone.
+        ring_dtypes: See :func:`token_dtypes`.
         window: Ring tokens before a flush.
         drafts: Draft tokens per step, one spec each.
         batches: Sequences per GPU; empty takes the canonical grid, from one sequence of the most
@@ -253,8 +280,9 @@ def resolve_work(
 
     Raises:
         SpecError: A split or shape that no kernel can serve.
-        UsageError: A batch that does not fit in the GPU's memory.
+        UsageError: A batch that does not fit in the GPU's memory, or as :func:`token_dtypes`.
     """
+    pairs = token_dtypes(activation_dtypes, ring_dtypes)
     heads_of: dict[Spec, set[int]] = {}
     layers_of: dict[Spec, list[str]] = {}
     notes: list[str] = []
@@ -265,7 +293,7 @@ def resolve_work(
                 notes.append(note)
             dtypes = state_dtypes or dict.fromkeys((*DEFAULT_STATE_DTYPES, model.state_dtype))
             for count in drafts:
-                for spec, heads in specs(model, (gpus,), dtypes, window, count, ring_dtypes):
+                for spec, heads in specs(model, (gpus,), dtypes, window, count, pairs):
                     heads_of.setdefault(spec, set()).add(heads)
                     layer = f"{model.name} tp{gpus}"
                     names = layers_of.setdefault(spec, [])
@@ -281,10 +309,11 @@ def resolve_convolutions(
     models: Sequence[Model],
     *,
     tensor_parallel: Sequence[int] = (),
+    activation_dtypes: Sequence[str] = (),
     drafts: Sequence[int] = (0,),
     batches: Sequence[int] = (),
 ) -> tuple[ConvWork, ...]:
-    """The convolutions in front of the models' layers, each once, in the dtype of the activations.
+    """The convolutions in front of the models' layers, each once; rings and weights are as the activations.
 
     What models share is tuned in the channels of the first of them. Widths that no kernel serves are left
     out. Arguments are those of :func:`resolve_work`.
@@ -298,8 +327,8 @@ def resolve_convolutions(
             continue
         splits = tensor_parallel or possible_splits(model)
         channels = sorted({conv_channels(model, gpus) for gpus in splits})
-        for count in drafts:
-            spec = ConvSpec(model.conv_width, 1 + count, *(Spec.activation_dtype,) * 3)
+        for dtype, count in itertools.product(activation_dtypes or (Spec.activation_dtype,), drafts):
+            spec = ConvSpec(model.conv_width, 1 + count, *(dtype,) * 3)
             if spec not in found:
                 found[spec] = ConvWork(spec, _conv_shapes(channels, batches))
     return tuple(found.values())

@@ -245,17 +245,22 @@ def _record(
     convolved: Iterable[ConvResult] = (),
 ) -> Path:
     models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
-    tokens = sorted({work.spec.num_tokens for work in job.work if work.spec.op in ("step", "verify")})
+    steps = [work.spec for work in job.work if work.spec.op in ("step", "verify")]
+    tokens = sorted({spec.num_tokens for spec in steps})
     scope, name = ", ".join(models), f"{what}-{'-'.join(models)}"
     if tokens not in ([], [1]):
         scope += f", T {', '.join(map(str, tokens))}"
         name += "".join(f"-t{number}" for number in tokens)
+    activations = sorted({spec.activation_dtype for spec in steps})
+    if activations not in ([], [Spec.activation_dtype]):
+        scope += f", {' and '.join(activations)} activations"
+        name += "".join(f"-x{dtype}" for dtype in activations)
     states = {work.spec.state_dtype for work in job.work}
     if len(states) == 1:  # a run of all that a model is tuned for has more
         (state,) = states
         scope, name = f"{scope}, {state} state", f"{name}-{state}"
-    rings = sorted({work.spec.ring_dtype for work in job.work})
-    if rings != [Spec.activation_dtype]:
+    rings = sorted({spec.ring_dtype for spec in steps})
+    if any(spec.ring_dtype != spec.activation_dtype for spec in steps):
         scope += f", {' and '.join(rings)} ring"
         name += "".join(f"-r{dtype}" for dtype in rings)
     of_run = {**totals, "scope": scope}

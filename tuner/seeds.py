@@ -24,6 +24,7 @@ def seeds(spec: Spec, effective_batch: int, rows: Iterable[Row]) -> tuple[Varian
             round(2 * abs(math.log2(effective_batch / row.effective_batch))),
             of.state_dtype != spec.state_dtype,
             of.ring_dtype != spec.ring_dtype,
+            of.activation_dtype != spec.activation_dtype,
             (of.head_dim, of.state_size) != (spec.head_dim, spec.state_size),
             of.window != spec.window,
             abs(of.heads_per_group - spec.heads_per_group),

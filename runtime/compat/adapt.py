@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..rows import live_rows
 
 
 def present(op: str, name: str, value: Tensor | None) -> Tensor:
@@ -93,6 +94,21 @@ def beyond_null(indices: Tensor, null_slot: int) -> Tensor:
     return torch.where((indices > null_slot) & (indices >= 0), indices, -1)
 
 
+def see_slots(slot: Tensor, slots: int, distinct: bool = True) -> None:
+    """On a CPU, see that live rows have slots of their own, ahead of calls that write one after the other.
+
+    Args:
+        slot: (rows,), -1 for padding.
+        slots: How many there are.
+        distinct: False where rows of one slot write the same.
+
+    Raises:
+        ArgumentError: A slot is beyond the last one, or two rows name it.
+    """
+    if looks_at_values(slot):
+        live_rows(slot, -1, slots, "the slots of the rows", distinct)
+
+
 def values_of_slots(values: Tensor, slot: Tensor, slots: int) -> Tensor:
     """(slots,) int32: each row's value at its slot, 0 elsewhere; what the ops take as a cursor.
 
@@ -124,16 +140,11 @@ def put_rows(target: Tensor, slot: Tensor, values: Tensor) -> None:
 
     Args:
         target: (slots, ...); written.
-        slot: (rows,), -1 for padding; live ones are distinct.
+        slot: (rows,), -1 for padding; live ones are distinct, or have the same values.
         values: (rows, ...), dtype of ``target``.
-
-    Raises:
-        ArgumentError: On a CPU, a slot is beyond the last one.
     """
     if not len(slot) or not len(target):
         return
-    if looks_at_values(slot) and bool((slot >= len(target)).any()):
-        raise ArgumentError(f"a row names slot {int(slot.max())}, but there are {len(target)} slots")
     # Padding repeats what the first live row writes, or without one rewrites what is there: a masked write
     # without a shape that depends on values.
     live = slot >= 0
@@ -193,8 +204,10 @@ def step_that_folds_itself(
         (rows, heads, head_dim); zeros for padding.
 
     Raises:
-        ArgumentError: On a CPU, a full ring is not flushed. Nothing has been written yet.
+        ArgumentError: On a CPU, a full ring is not flushed, a slot is beyond the last one, or two rows name
+            it. Nothing has been written yet.
     """
+    see_slots(slot, slots)
     full = (slot >= 0) & ~flush & (write_pos >= length - 1)
     if looks_at_values(slot) and bool(full.any()):
         row = int(full.nonzero()[0, 0])

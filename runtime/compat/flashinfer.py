@@ -24,6 +24,7 @@ from .adapt import (
     packed,
     refuse,
     rows_of_tokens,
+    see_slots,
     tied,
     unless_null,
 )
@@ -188,6 +189,7 @@ def _varying_rows(
         window: Tokens that a ring holds.
     """
     rows, counts = len(slot), query_start.diff()
+    see_slots(slot.masked_fill(counts == 0, -1), len(fixed["state"]))
     filled = at_rows(length, slot)
     # Those that do not flush, but would with all the tokens they may have.
     early = (slot >= 0) & (counts > 0) & (filled + counts <= window) & (filled + num_tokens > window)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .adapt import at_rows, beyond_null, looks_at_values, put_rows, unless_null
+from .adapt import at_rows, beyond_null, looks_at_values, put_rows, see_slots, unless_null
 
 NULL_BLOCK_ID: Final = 0
 """The block that padded rows name."""
@@ -49,7 +49,7 @@ def commit_replayssm_spec(
         null_block_id: Slot to skip.
 
     Raises:
-        ArgumentError: On a CPU, a slot is beyond the last one.
+        ArgumentError: On a CPU, a slot is beyond the last one, or two rows name it. Nothing has been written.
     """
     slot = unless_null(state_batch_indices, null_block_id)
     _commit(
@@ -74,14 +74,14 @@ def reset_replayssm_spec_cursors(
         write_pos: Set to 0.
         post_conv_state_pos: Set to 0.
         is_flush: Set as by a commit.
-        first_decode_mask: (rows or more,), not 0 for the rows to reset.
+        first_decode_mask: (rows or more,), not 0 for the rows to reset; two may have one slot.
         state_batch_indices: See :func:`commit_replayssm_spec`.
         max_cache_len: See :func:`commit_replayssm_spec`.
         max_spec_len: See :func:`commit_replayssm_spec`.
         null_block_id: Slot to skip.
 
     Raises:
-        ArgumentError: On a CPU, a slot is beyond the last one.
+        ArgumentError: On a CPU, a slot is beyond the last one. Nothing has been written.
     """
     slot = unless_null(state_batch_indices, null_block_id)
     _reset(write_pos, post_conv_state_pos, is_flush, first_decode_mask, slot, max_cache_len, max_spec_len)
@@ -177,6 +177,7 @@ def _commit(
     *,
     keep_without_tokens: bool,
 ) -> None:
+    see_slots(slot, len(write_pos))
     capacity = capacity or 1 << (max_cache_len - 1).bit_length()
     kept = accepted[: len(slot)].to(write_pos.dtype)
     length, first, flush = (at_rows(cursor, slot) for cursor in (write_pos, start, is_flush))
@@ -199,5 +200,6 @@ def _reset(
     max_spec_len: int,
 ) -> None:
     slot = torch.where(chosen[: len(slot)] != 0, slot, -1)
+    see_slots(slot, len(write_pos), distinct=False)
     for cursor, value in ((write_pos, 0), (start, 0), (is_flush, int(2 * max_spec_len > max_cache_len))):
         put_rows(cursor, slot, torch.full_like(slot, value, dtype=cursor.dtype))

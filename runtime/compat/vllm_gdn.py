@@ -23,6 +23,7 @@ from .adapt import (
     packed,
     refuse,
     rows_of_tokens,
+    see_slots,
     step_that_folds_itself,
 )
 from .vllm_cursors import expect_flags
@@ -191,7 +192,9 @@ def gdn_replayssm_spec_decode(
         "window": max_cache_len - max_spec_len,
     }
     # Rows without tokens are left alone by the step.
-    empty = slot.masked_fill((query_start.diff() > 0) | (at_rows(is_flush, slot) == 0), -1)
+    has_tokens, folds = query_start.diff() > 0, at_rows(is_flush, slot) != 0
+    see_slots(slot.masked_fill(~(has_tokens | folds), -1), len(checkpoint_state))
+    empty = slot.masked_fill(has_tokens | ~folds, -1)
     ops.gdn_materialize(source=empty, destination=empty, state=checkpoint_state, **caches)
     y = ops.gdn_step(**inputs, **caches, slot_index=slot, num_tokens=max_spec_len, query_start=query_start)
     owned = rows_of_tokens(query_start, tokens) < rows

@@ -371,6 +371,8 @@ def selective_state_update_replayssm_spec(
     token = (query_start[:-1, None] + behind).clamp(max=max(tokens - 1, 0)).long()
     new = behind < query_start.diff()[:, None]
     if tokens:
-        put_rows(dt_cache, slot, torch.where(new[:, None], dt[token].transpose(1, 2), raw))
+        # Of what a row without tokens names, nothing: another row may have that slot.
+        grows = slot.masked_fill(query_start.diff() == 0, -1)
+        put_rows(dt_cache, grows, torch.where(new[:, None], dt[token].transpose(1, 2), raw))
     live = torch.cat([slot >= 0, slot.new_zeros(1, dtype=torch.bool)])
     return keep_where(out, skip.applied(y), live[rows_of_tokens(query_start, tokens)])

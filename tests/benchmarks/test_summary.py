@@ -131,6 +131,37 @@ def test_rings_of_another_dtype_are_cells_of_their_own():
     assert panel.series["replay"] == ((32768, 300.0),)
 
 
+def test_activations_of_another_dtype_are_cells_of_their_own():
+    key = KEY.format("fp32")
+    half, mixed = (
+        key.replace("-xbf16", "-xfp16").replace("-rbf16", f"-r{ring}") for ring in ("fp16", "fp32")
+    )
+    folds = {"time_us": {"materialize": 20.0}, "native_us": None, "roof_us": {}, "default_us": {}}
+    cells = [cell(32768, spec=half), cell(128, spec=half), cell(32768, spec=mixed)]
+    cells += [cell(32768), cell(128), cell(1024, spec=Spec.parse(half).materialize.key, **folds)]
+    records = summary.derive([("a.json", run(*cells))])
+    told = [
+        (
+            r["cell"].get("activation_dtype"),
+            r["cell"].get("ring_dtype"),
+            r["cell"]["effective_batch"],
+            r["asked"],
+        )
+        for r in summary.select(records, "nonflush_roof_share")
+    ]
+    assert told == [
+        (None, None, 128, None), (None, None, 32768, 0.87),
+        ("fp16", None, 128, None), ("fp16", None, 32768, None), ("fp16", "fp32", 32768, None),
+    ]  # fmt: skip
+    (materialized,) = summary.select(records, "materialize_time_us", kernel="replay")
+    assert materialized["cell"]["ring_dtype"] == "fp16"
+    assert "activation_dtype" not in materialized["cell"]
+    states = [row.split(" | ")[3] for row in documents.steps_region(records).splitlines()[2:]]
+    assert states == ["fp32"] * 2 + ["fp32, fp16 activations"] * 2 + ["fp32, fp16 activations, fp32 ring"]
+    (panel,) = figure.info(records, "H200", family="mamba2", head_dim=64)
+    assert [batch for batch, _ in panel.series["replay"]] == [128, 32768]
+
+
 def test_layers_of_both_families_are_told_apart():
     gdn = cell(32768, spec="gdn-step-p64-n128-g16-w16-t1-xbf16-sfp32-rbf16-fbsl")
     records = summary.derive([("a.json", run(cell(32768), gdn))])

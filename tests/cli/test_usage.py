@@ -78,7 +78,14 @@ BAD_INPUT = {
     "list": (("--gpu", "H100", "--batch", "1;2"), 2, "not a list of integers", "--help"),
     "negative batch": (("--gpu", "H100", "--batch", "-1"), 2, "-1 is below 1", "--help"),
     "dtype": (("--gpu", "H100", "--state-dtype", "fp8"), 2, "'fp8' is not one of", "--help"),
-    "ring dtype": (("--gpu", "H100", "--ring-dtype", "fp16"), 2, "'fp16' is not one of bf16, fp32", "--help"),
+    "activation dtype": (
+        ("--gpu", "H100", "--activation-dtype", "fp8"), 2, "'fp8' is not one of fp32, bf16, fp16", "--help",
+    ),
+    "ring dtype": (("--gpu", "H100", "--ring-dtype", "fp8"), 2, "'fp8' is not one of fp32, bf16", "--help"),
+    "ring of other activations": (
+        ("--gpu", "H100", "--ring-dtype", "fp16"), 2, "rings of fp16 do not go with activations of bf16",
+        "without --ring-dtype it has the first",
+    ),
     "budget": (("--gpu", "H100", "--budget", "soon"), 2, "'soon' is not a budget", "trials"),
     "batch beyond memory": (
         ("--gpu", "H100", "--batch", "9999999", "--tp", "1"), 2, "do not fit", "smaller batch",

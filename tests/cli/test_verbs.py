@@ -204,11 +204,33 @@ def test_rings_of_another_dtype_are_asked_for(call, tuner, present, verb):
     assert both == [step, step_of_wide, step.materialize, step_of_wide.materialize]
 
 
-@pytest.mark.parametrize("ring", ["bf16", "fp32"])
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_the_command_that_tunes_a_layer_does(call, tuner, present, ring, drafts):
+@pytest.mark.parametrize("verb", ["tune", "plan", "bench"])
+def test_activations_of_another_dtype_are_asked_for(call, tuner, present, verb):
     present("H200")
-    step = Spec("gdn", "step", 64, 32, 2, 8, has_d=False, qk_l2norm=True, state_dtype="bf16", ring_dtype=ring)
+    given = ("--model", "qwen3.5-4b", "--tp", "1", "--state-dtype", "fp32", "--batch", "2")
+    assert call(verb, *given, "--activation-dtype", "FP16")[0] == 0
+    assert call(verb, *given, "--activation-dtype", "bf16,fp16,bf16", "--ring-dtype", "fp32")[0] == 0
+    half, both = (given[0] if verb == "bench" else given for _, given in tuner.calls)
+    step = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+    of_half = dataclasses.replace(step, activation_dtype="fp16", ring_dtype="fp16")
+    assert [work.spec for work in half.work] == [of_half, of_half.materialize]
+    assert [work.spec.key for work in half.convolutions] == ["conv-w4-t1-fp16-fp16-fp16"]
+    step, of_half = (dataclasses.replace(spec, ring_dtype="fp32") for spec in (step, of_half))
+    assert [work.spec for work in both.work] == [step, of_half, step.materialize]
+    assert [work.spec.activation_dtype for work in both.convolutions] == ["bf16", "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "ring"),
+    [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32")],
+)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_command_that_tunes_a_layer_does(call, tuner, present, activation, ring, drafts):
+    present("H200")
+    step = Spec(
+        "gdn", "step", 64, 32, 2, 8, has_d=False, qk_l2norm=True, activation_dtype=activation,
+        state_dtype="bf16", ring_dtype=ring,
+    )  # fmt: skip
     if drafts:
         step = dataclasses.replace(step, op="verify", num_tokens=1 + drafts)
     program, *arguments = step.tune_command.split()
@@ -231,6 +253,11 @@ def test_cells_without_a_row_are_explained_with_the_command_that_tunes_them(call
     assert "where no table has a row" not in call(*given, "--batch", "1")[1]
     out = call(*given, "--batch", "1,64")[1]
     assert out.count(f"where no table has a row: {samples.SPEC.tune_command} --gpu H200\n") == 1
+    half = dataclasses.replace(samples.SPEC, activation_dtype="fp16", ring_dtype="fp16")
+    assert "--activation-dtype fp16" in half.tune_command
+    out = call(*given, "--batch", "1,64", "--activation-dtype", "fp16")[1]
+    assert out.count(f"where no table has a row: {half.tune_command} --gpu H200\n") == 1
+    assert "conv-w4-t1-fp16-fp16-fp16" in out
 
 
 @pytest.mark.parametrize("verb", ["tune", "plan", "generate", "check"])

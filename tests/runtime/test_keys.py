@@ -145,6 +145,26 @@ def test_the_command_that_tunes_a_layer_names_its_shape():
     assert wide.native.tune_command == drafts.native.tune_command
 
 
+@pytest.mark.parametrize(
+    ("activation", "ring", "named"),
+    [
+        ("bf16", "bf16", ""),
+        ("fp16", "fp16", " --activation-dtype fp16"),
+        ("fp32", "fp32", " --activation-dtype fp32"),
+        ("fp16", "fp32", " --activation-dtype fp16"),
+    ],
+)
+def test_the_command_that_tunes_a_layer_names_its_activations(activation, ring, named):
+    step = Spec("mamba2", "verify", 64, 128, 8, 16, 2, activation_dtype=activation, ring_dtype=ring)
+    shape = "replayssm-tune tune --heads 8 --head-dim 64 --state-size 128 --groups 1 --tp 1"
+    apart = " --ring-dtype fp32" if ring != activation else ""
+    assert step.tune_command == f"{shape}{named} --state-dtype fp32{apart} --buffer-len 16 --drafts 1"
+    assert step.native.tune_command == f"{shape}{named} --state-dtype fp32 --drafts 1"
+    # Rings of fp32 are folded alike, whatever the activations.
+    dtypes = " --state-dtype fp32 --ring-dtype fp32" if ring == "fp32" else f"{named} --state-dtype fp32"
+    assert step.materialize.tune_command == f"{shape}{dtypes} --buffer-len 16"
+
+
 def test_another_solve_is_another_class_of_numerics():
     columns, inverse = (
         Structure("both", readout="dot", scores="dot", solve=s) for s in ("columns", "inverse")

@@ -106,6 +106,9 @@ def test_the_default_is_last_and_strict_mode_refuses_it():
     wide = dataclasses.replace(SPEC, ring_dtype="fp32")
     with pytest.raises(DispatchError, match=r"tune it with '.* --state-dtype fp32 --ring-dtype fp32 "):
         Lookup([MEASURED]).find(wide, 128, H200, strict=True)
+    half = dataclasses.replace(SPEC, activation_dtype="fp16", ring_dtype="fp16")
+    with pytest.raises(DispatchError, match=r"tune it with '.* --activation-dtype fp16 --state-dtype fp32 "):
+        Lookup([MEASURED]).find(half, 128, H200, strict=True)
     assert Lookup([ARCHITECTURE]).find(SPEC, 128, H200, strict=True).row is not None
 
 

@@ -47,7 +47,7 @@ class FakeBench:
         self.spread = 0.001
         self.gains = {FAST: 1.2}
         self.wrong: dict[ConvTile, str | Timing] = {}
-        self.wrong_otherwise = ""
+        self.wrong_otherwise: dict[ConvTile, str | Timing] = {}
         self.broken: Callable[[ConvTile], bool] = lambda tile: False
         self.stop_after = 10**9
 
@@ -58,7 +58,7 @@ class FakeBench:
 
     def conv_gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str | Timing:
         self._ask("gate", spec, tile, packed)
-        return self.wrong.get(tile, "") if packed == (spec.num_tokens > 1) else self.wrong_otherwise
+        return (self.wrong if packed == (spec.num_tokens > 1) else self.wrong_otherwise).get(tile, "")
 
     def conv_time(self, cell: ConvCell, tile: ConvTile, repeats: int) -> Timing:
         self._ask("time", cell, tile)
@@ -248,9 +248,9 @@ def test_a_tile_wins_where_it_beats_the_rule_and_the_rule_stays_elsewhere(
         assert (made.tile, made.effective_batch) == (result.tile, result.cell.effective_batch)
         assert not emit.stale_tile(made)
     # Each tile once, then four rounds of visits to the default, two rivals and the default again; a roof, and
-    # the gate of a winner for packed rows.
+    # the gates of a winner and of the defaults for packed rows.
     space = tiles(1)
-    most = len(space) + 2 * (len(space) + 4 * 2 * 4 + 2)
+    most = len(space) + 2 + 2 * (len(space) + 4 * 2 * 4 + 2)
     assert len(space) < len(bench.asked) <= most
     assert {event.phase for event in events} == {f"convolution {SPEC.key}"}
     assert [event.done for event in events] == list(range(1, len(bench.asked) + 1))
@@ -301,23 +301,80 @@ def test_a_tile_that_fails_its_gate_is_not_timed(bench: FakeBench, tmp_path: Pat
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_a_winner_that_is_wrong_for_the_other_kind_of_rows_is_none(
+def test_the_next_tile_wins_where_one_is_wrong_for_the_other_kind_of_rows(
     bench: FakeBench, tmp_path: Path, tokens: int
 ) -> None:
-    bench.wrong_otherwise = "outputs are off"
-    work = ConvWork(dataclasses.replace(SPEC, num_tokens=tokens), WORK.shapes)
-    (one, many), tuning = tune(bench, tmp_path, work)
+    """Fast ones that are wrong do not make others look slow."""
+    wrong, (right, slower) = (FAST, ConvTile(256, 2), ConvTile(64, 1)), (ConvTile(512, 2), ConvTile(1024, 4))
+    bench.gains = dict(zip((*wrong, right, slower), (2.0, 1.9, 1.8, 1.15, 1.1), strict=True))
+    bench.wrong_otherwise = {tile: f"{tile.block} channels are off" for tile in wrong}
+    bench.wrong_otherwise[wrong[1]] = Timing(status="crash", reason="died")
+    work = ConvWork(dataclasses.replace(SPEC, num_tokens=tokens), (*WORK.shapes, (128, 10240)))
+    assert {*bench.gains} <= {*tiles(work.spec.token_block)} - {default_tile(5120, work.spec.token_block)}
+    (one, many, more), tuning = tune(bench, tmp_path, work)
+    for cell in (many, more):
+        assert cell.tile == right
+        assert cell.default_time_us / cell.time_us == pytest.approx(1.15, rel=0.01)
+        assert cell.reason.endswith("; left out as wrong: b256.w1, b256.w2, b64.w1")
+    assert "nothing beats" in one.reason
+    # Once each, however many cells they would have won.
+    assert {*tuning.failures} >= {
+        f"{work.spec.key} b256.w1: 256 channels are off", f"{work.spec.key} b256.w2: died",
+        f"{work.spec.key} b64.w1: 64 channels are off",
+    }  # fmt: skip
+    assert len({*tuning.failures}) == len(tuning.failures) == 3
+    gates = [asked for asked in bench.asked if asked[0] == "gate"]
+    assert len({*gates}) == len(gates)
+    # The last final is between those that are right.
+    last = [asked[:3] for asked in bench.asked[-4 * RULES.final_rounds * 2 :]]
+    assert {*last} == {("time", more.cell, tile) for tile in (more.default, right, slower)}
+
+
+def test_the_default_stays_where_no_other_tile_passes(bench: FakeBench, tmp_path: Path) -> None:
+    defaults = {default_tile(10, 1), default_tile(5120, 1)}
+    bench.wrong_otherwise = dict.fromkeys({*tiles(1)} - defaults, "outputs are off")
+    (_, many), tuning = tune(bench, tmp_path)
     assert many.tile == many.default
     assert many.time_us == many.default_time_us
-    assert "b256.w1, is wrong" in many.reason
-    assert tuning.failures == [f"{work.spec.key} b256.w1: outputs are off"]
-    assert "nothing beats" in one.reason
+    assert "nothing beats the default by" in many.reason
+    assert f"{SPEC.key} b256.w1: outputs are off" in tuning.failures
+
+
+def test_a_tile_that_does_not_run_in_the_final_is_replaced_in_it(bench: FakeBench, tmp_path: Path) -> None:
+    second, third = ConvTile(512, 2), ConvTile(64, 1)
+    bench.gains = {FAST: 1.3, second: 1.2, third: 1.1}
+    asked: list[ConvTile] = []
+    work = ConvWork(SPEC, ((64, 10240),))
+
+    def break_second_visit(broken: ConvTile) -> Callable[[ConvTile], bool]:
+        asked.clear()
+
+        def now(tile: ConvTile) -> bool:
+            asked.append(tile)
+            return tile == broken and asked.count(tile) > 2
+
+        return now
+
+    bench.broken = break_second_visit(FAST)
+    (many,), tuning = tune(bench, tmp_path / "rival", work)
+    assert many.tile == second
+    assert asked.count(third) == 9
+    assert tuning.notes == [f"{many.cell.key}: tile b256.w1 did not run in the final (out of memory)"]
+    bench.broken = break_second_visit(many.default)
+    found, tuning = tune(bench, tmp_path / "default", work)
+    assert found == []
+    (note,) = tuning.notes
+    assert "has no row: the default tile did not run in the final (out of memory)" in note
 
 
 def test_a_default_that_fails_its_gate_ends_the_run(bench: FakeBench, tmp_path: Path) -> None:
     bench.wrong = {default_tile(10, 1): "outputs are off"}
     with pytest.raises(GateError, match="default tile of conv-w4-t1-bf16-bf16-bf16 cannot run here"):
         tune(bench, tmp_path)
+    # Nor may it be wrong for the kind of rows that it is not timed with.
+    bench.wrong, bench.wrong_otherwise = {}, {default_tile(5120, 1): "packed rows: outputs are off"}
+    with pytest.raises(GateError, match="cannot run here: packed rows: outputs are off"):
+        tune(bench, tmp_path / "otherwise")
 
 
 def test_a_tile_that_does_not_run_loses_and_a_default_that_does_not_leaves_no_row(
@@ -417,6 +474,22 @@ def test_a_bench_times_tiles_beside_rows(
     (path,) = (tmp_path / "bench").glob("*.json")
     content = json.loads(path.read_text())
     assert [cell["tile"] for cell in content["convolutions"]] == [default_tile(10, 1).key, FAST.key]
+
+
+def test_the_report_of_a_tune_says_which_tiles_are_wrong(fake: Any, tmp_path: Path) -> None:
+    bench = FakeBench()
+    bench.gains[ConvTile(512, 2)] = 1.1
+    bench.wrong_otherwise = {FAST: "packed rows: outputs are off"}
+    for name in ("conv_gate", "conv_time", "conv_roof"):
+        setattr(fake, name, staticmethod(getattr(bench, name)))
+    job = dataclasses.replace(test_run.job(tmp_path, batches=(1,)), convolutions=(WORK,))
+    done = run.tune(job, silent)
+    assert [row.tile for row in done.table.convolutions] == [default_tile(10, 1), ConvTile(512, 2)]
+    assert done.table.convolutions[1].verdict.endswith("; left out as wrong: b256.w1")
+    console = Console(file=StringIO(), width=200)
+    drawing.draw_tuned(report.tuned_info(done), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count(f"numerically wrong, left out: {SPEC.key} b256.w1: packed rows: outputs are off") == 1
 
 
 def test_tables_show_and_explain_tiles(tuned: tuple[report.Tuned, Job, FakeBench]) -> None:

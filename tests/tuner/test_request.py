@@ -219,8 +219,55 @@ def test_rings_are_of_the_activations_dtype_unless_asked_for():
     assert {(item.spec.state_dtype, item.spec.ring_dtype) for item in folds} == {
         (state, ring) for state in ("fp32", "bf16") for ring in ("bf16", "fp32")
     }
-    with pytest.raises(ReplayError, match="ring_dtype 'fp16' must be the activation dtype"):
-        resolve_work([layer], H200, ring_dtypes=("fp16",))
+
+
+def test_activations_and_rings_are_tuned_in_every_pair_that_can_be():
+    layer = models.find("qwen3.5-4b")
+
+    def pairs(activations: tuple[str, ...], rings: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+        work, _ = resolve_work(
+            [layer], H200, tensor_parallel=(1,), state_dtypes=("fp32",), drafts=(3,),
+            activation_dtypes=activations, ring_dtypes=rings,
+        )  # fmt: skip
+        assert all(item.spec.native.activation_dtype == item.spec.activation_dtype for item in work)
+        return [(item.spec.activation_dtype, item.spec.ring_dtype) for item in work]
+
+    assert pairs(()) == pairs(("bf16",)) == [("bf16", "bf16")]
+    assert pairs(("fp16", "fp32", "bf16")) == [("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "bf16")]
+    assert pairs(("bf16", "fp16"), ("fp32",)) == [("bf16", "fp32"), ("fp16", "fp32")]
+    assert pairs(("bf16", "fp16", "fp32"), ("fp16", "fp32", "bf16")) == [
+        ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"),
+    ]  # fmt: skip
+    for activations, rings, message, option in (
+        ((), ("fp16",), "rings of fp16 do not go with activations of bf16", "--ring-dtype"),
+        (("fp16", "fp32"), ("fp16", "bf16"), "rings of bf16 do not go with activations of fp16 or fp32",
+         "--ring-dtype"),
+        (("bf16", "fp16"), ("bf16",), "activations of fp16 do not go with rings of bf16",
+         "--activation-dtype"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message) as refused:
+            pairs(activations, rings)
+        assert refused.value.where == option
+    with pytest.raises(ReplayError, match="activation_dtype 'fp8' is not one of"):
+        pairs(("fp8",))
+
+
+def test_activations_of_another_dtype_have_a_baseline_and_a_convolution_of_their_own():
+    layer = models.find("qwen3.5-4b")
+    given: dict[str, Any] = {
+        "tensor_parallel": (1,),
+        "batches": (1, 8),
+        "activation_dtypes": ("bf16", "fp16"),
+    }
+    work, _ = resolve_work([layer], H200, state_dtypes=("fp32",), ring_dtypes=("fp32",), **given)
+    assert len(request.curves(work)) == 4
+    (folds,) = request.materializing(work, H200)  # of fp32 rings, whatever fills them
+    assert folds.spec.ring_dtype == "fp32"
+    found = request.resolve_convolutions([layer], drafts=(0, 3), **given)
+    assert [work.spec.key for work in found] == [
+        f"conv-w4-t{tokens}-{dtype}-{dtype}-{dtype}" for dtype in ("bf16", "fp16") for tokens in (1, 4)
+    ]
+    assert len({work.shapes for work in found}) == 1
 
 
 def test_wider_rings_take_more_memory_and_share_the_baseline():

@@ -104,11 +104,13 @@ def job(
     budget: Budget | None = None,
     drafts: int = 0,
     rings: tuple[str, ...] = (),
+    activations: tuple[str, ...] = (),
 ) -> Job:
     work, _ = resolve_work(
         [models.find("nemotron-3-super-120b-a12b")],
         GPU,
         tensor_parallel=(8,),
+        activation_dtypes=activations,
         state_dtypes=("fp32",),
         ring_dtypes=rings,
         drafts=(drafts,),
@@ -331,15 +333,29 @@ def test_rings_of_two_dtypes_share_a_baseline_and_are_named(fake: type[FakeBench
     assert [cell["spec"] for cell in recorded["cells"]] == [narrow.spec.key, narrow.spec.key, wide.spec.key]
 
 
-def test_a_run_of_rings_that_are_not_the_default_says_so(fake: type[FakeBench], tmp_path: Path) -> None:
-    here, _ = with_materializing(job(tmp_path, batches=(1,), drafts=3, rings=("fp32",)))
+@pytest.mark.parametrize(
+    ("activations", "rings", "name", "scope"),
+    [
+        ((), ("fp32",), "-fp32-rfp32", ", fp32 state, fp32 ring"),
+        (("fp16",), (), "-xfp16-fp32", ", fp16 activations, fp32 state"),
+    ],
+)
+def test_a_run_of_dtypes_that_are_not_the_default_says_so(
+    fake: type[FakeBench],
+    tmp_path: Path,
+    activations: tuple[str, ...],
+    rings: tuple[str, ...],
+    name: str,
+    scope: str,
+) -> None:
+    here, _ = with_materializing(job(tmp_path, batches=(1,), drafts=3, rings=rings, activations=activations))
     run.tune(here, silent, tmp_path / "results")
     run.bench(here, tmp_path / "results", silent)
     names = sorted(path.stem.partition("nemotron")[2] for path in (tmp_path / "results").glob("*.json"))
-    assert names == ["-3-super-120b-a12b-t4-fp32-rfp32"] * 2
+    assert names == [f"-3-super-120b-a12b-t4{name}"] * 2
     for path in (tmp_path / "results").glob("*.json"):
         totals = json.loads(path.read_text())["totals"]
-        assert totals["scope"].endswith(", T 4, fp32 state, fp32 ring")
+        assert totals["scope"].endswith(f", T 4{scope}")
 
 
 def with_materializing(here: Job) -> tuple[Job, Spec]:

@@ -20,16 +20,17 @@ def row(batch, tile, **spec):
 
 
 def test_the_nearest_batch_comes_first_then_the_nearest_spec():
-    far, near, wide, akin, other = (Tile(p, 128, 128) for p in (8, 16, 128, 32, 64))
+    far, near, wide, half, akin, other = (Tile(p, 128, 128) for p in (8, 16, 128, 256, 32, 64))
     rows = (
         row(4096, far),
         row(100, near, state_dtype="bf16"),
         row(128, wide, ring_dtype="fp32"),
+        row(128, half, ring_dtype="fp32", activation_dtype="fp16"),
         row(128, akin, heads_per_group=8),
         row(130, other, head_dim=80),
     )
     found = seeds(samples.SPEC, 128, rows)
-    assert [v.tile for v in found] == [akin, other, wide, near, far]
+    assert [v.tile for v in found] == [akin, other, wide, half, near, far]
 
 
 def test_static_rows_and_other_ops_are_no_evidence():

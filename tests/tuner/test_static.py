@@ -329,8 +329,9 @@ def test_half_an_answer_is_none(tmp_path):
         Spec("gdn", "step", 16, 32, 2, 4, has_d=False, qk_l2norm=True),
         Spec("gdn", "step", 16, 32, 2, 4, has_d=False, qk_l2norm=True, ring_dtype="fp32"),
         Spec("gdn", "verify", 16, 32, 2, 4, 2, has_d=False, qk_l2norm=True),
+        Spec("mamba2", "verify", 16, 32, 2, 4, 2, activation_dtype="fp32", ring_dtype="fp32"),
     ],
-    ids=lambda spec: f"{spec.family} {spec.op} {spec.ring_dtype}",
+    ids=lambda spec: f"{spec.family} {spec.op} {spec.activation_dtype} {spec.ring_dtype}",
 )
 def test_a_small_static_tune_serves_every_cell(tmp_path, spec):
     job = Job(

@@ -20,8 +20,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 STORE: Final = Path(".replayssm/store")
 OUTPUT: Final = Path(".replayssm/generated")
 """Where a run keeps its measurements and puts its results unless told otherwise."""
-RING_DTYPES: Final = (Spec.activation_dtype, "fp32")
-"""What a ring may be stored in: as the activations, which is what is tuned unless asked for, or fp32."""
 
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -46,19 +44,15 @@ def integers(minimum: int) -> Callback:
     return parse
 
 
-def dtypes(allowed: Sequence[str]) -> Callback:
+def dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     """Callback of an option that takes dtypes separated by commas; repeated values count once."""
-
-    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-        if value is None:
-            return None
-        names = tuple(dict.fromkeys(part.strip().lower() for part in value.split(",")))
-        for name in names:
-            if name not in allowed:
-                raise click.BadParameter(f"'{name}' is not one of {', '.join(allowed)}", ctx, param)
-        return names
-
-    return parse
+    if value is None:
+        return None
+    names = tuple(dict.fromkeys(part.strip().lower() for part in value.split(",")))
+    for name in names:
+        if name not in DTYPE_BYTES:
+            raise click.BadParameter(f"'{name}' is not one of {', '.join(DTYPE_BYTES)}", ctx, param)
+    return names
 
 
 def store_location(ctx: click.Context, param: click.Parameter, value: str) -> Path | str:
@@ -142,17 +136,24 @@ def workload_options(function: Function) -> Function:
             help="Draft tokens verified per step.",
         ),
         click.option(
+            "--activation-dtype",
+            callback=dtypes,
+            metavar="LIST",
+            help="Dtypes of the layers' inputs and outputs, convolutions included: bf16, fp16, fp32. "
+            f"Default: {Spec.activation_dtype}.",
+        ),
+        click.option(
             "--state-dtype",
-            callback=dtypes(tuple(DTYPE_BYTES)),
+            callback=dtypes,
             metavar="LIST",
             help="State dtypes: fp32, bf16, fp16. Default: fp32,bf16 and the model's own.",
         ),
         click.option(
             "--ring-dtype",
-            callback=dtypes(RING_DTYPES),
+            callback=dtypes,
             metavar="LIST",
-            help=f"Dtypes of the layers' rings: {RING_DTYPES[0]}, that of the activations, or "
-            f"{RING_DTYPES[1]}. Default: {RING_DTYPES[0]}.",
+            help="Dtypes of the layers' rings: that of the activations, or fp32; every pair that can be is "
+            "tuned. Default: that of the activations.",
         ),
         click.option(
             "--buffer-len",
@@ -281,6 +282,7 @@ def resolve_workload(
     family: str | None,
     tp: Sequence[int] | None,
     drafts: Sequence[int],
+    activation_dtype: Sequence[str] | None,
     state_dtype: Sequence[str] | None,
     ring_dtype: Sequence[str] | None,
     buffer_len: int,
@@ -288,10 +290,11 @@ def resolve_workload(
 ) -> tuple[tuple[request.Work, ...], tuple[str, ...], tuple[request.ConvWork, ...]]:
     """Cells, notes and convolutions that the options add up to; parameters carry the options' names."""
     chosen = selected_models(model_names, hf_config, heads, head_dim, state_size, groups, family)
-    split: dict[str, Any] = {"tensor_parallel": tp or (), "drafts": drafts, "batches": batch or ()}
+    shared: dict[str, Any] = {"tensor_parallel": tp or (), "drafts": drafts, "batches": batch or ()}
+    shared["activation_dtypes"] = activation_dtype or ()
     stored: dict[str, Any] = {"state_dtypes": state_dtype or (), "ring_dtypes": ring_dtype or ()}
-    work, notes = request.resolve_work(chosen, gpu, window=buffer_len, **stored, **split)
-    return work, notes, request.resolve_convolutions(chosen, **split)
+    work, notes = request.resolve_work(chosen, gpu, window=buffer_len, **stored, **shared)
+    return work, notes, request.resolve_convolutions(chosen, **shared)
 
 
 def build_job(
