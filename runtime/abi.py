@@ -161,8 +161,13 @@ def token_rows(spec: Spec) -> int:
 
 
 def token_block(spec: Spec, structure: Structure) -> int:
-    """New tokens of a row as columns of a dot: at least 8, or 16 where the product is an operand again."""
-    return token_rows(spec) if structure.solve == "inverse" else max(8, next_power_of_two(spec.num_tokens))
+    """Columns that a dot has for the new tokens of a row: a power of two, at least 8.
+
+    A token has one, or two of GDN: what its query reads and what its key reads. 16 tokens where the product
+    is an operand again.
+    """
+    tokens = token_rows(spec) if structure.solve == "inverse" else next_power_of_two(spec.num_tokens)
+    return max(8, 2 * tokens if spec.family == "gdn" else tokens)
 
 
 @dataclass(frozen=True)
@@ -213,11 +218,11 @@ def scratch(spec: Spec, structure: Structure) -> Scratch:
     if not takes_tokens(spec, structure):
         return Scratch((), (("weight", ring_block(spec)), ("decay", 1), ("new", 1), ("token_decay", 1)))
     columns, ring = token_block(spec, structure), ring_block(spec)
-    reads, matrices, vectors = (1, 1, 1) if spec.family == "mamba2" else (2, 2, 3)
+    vectors = 1 if spec.family == "mamba2" else 2
     return Scratch(
-        tuple((f"score{i}", ring * columns) for i in range(reads)),
+        (("score", ring * columns),),
         (
-            *((f"matrix{i}", spec.num_tokens * columns) for i in range(matrices)),
+            ("matrix", spec.num_tokens * columns),
             ("weight", ring),
             *((f"column{i}", columns) for i in range(vectors)),
             ("decay", 4),

@@ -14,7 +14,7 @@ HEADS_PER_GROUP = tl.constexpr(4)
 WINDOW = tl.constexpr(16)
 RING_BLOCK = tl.constexpr(16)
 NUM_TOKENS = tl.constexpr(8)
-TOKEN_BLOCK = tl.constexpr(8)
+TOKEN_BLOCK = tl.constexpr(16)
 TOKEN_ROWS = tl.constexpr(16)
 
 
@@ -95,22 +95,26 @@ def step(
     slot = tl.load(slot_index_ptr + row).to(tl.int64)
     padded = (slot < 0) | (slot == null_slot)
     i = tl.arange(0, TOKEN_BLOCK)
+    # A token has two columns: its query, for its output, and its key, for its u.
+    of_token = i // 2
+    answers = i % 2 == 0
     begin = tl.load(query_start_ptr + row)
     count = tl.minimum(tl.load(query_start_ptr + row + 1) - begin, NUM_TOKENS)
     first_token = begin.to(tl.int64)
-    own = i < count
-    token64 = first_token + i
+    own = of_token < count
+    token64 = first_token + of_token
     # Tokens behind those of the last row: rows share them.
-    beyond = tl.load(query_start_ptr + tl.num_programs(1)).to(tl.int64) + row64 * TOKEN_BLOCK
+    beyond = tl.load(query_start_ptr + tl.num_programs(1)).to(tl.int64) + row64 * (TOKEN_BLOCK // 2)
     while beyond < tokens:
+        tail = beyond + of_token
         for part in tl.range(0, HEADS_PER_PROGRAM):
             zero_p = p
             zero_head = first_head + part
-            zero_ptrs = out_ptr + (beyond + i)[:, None] * out_stride_token + zero_head * out_stride_head
-            zero_mask = (beyond + i < tokens)[:, None] & (zero_p < HEAD_DIM)[None, :]
+            zero_ptrs = out_ptr + tail[:, None] * out_stride_token + zero_head * out_stride_head
+            zero_mask = (tail < tokens)[:, None] & (zero_p < HEAD_DIM)[None, :]
             zero_tile = tl.zeros([TOKEN_BLOCK, BLOCK_P], out_ptr.dtype.element_ty)
             tl.store(zero_ptrs + zero_p[None, :], zero_tile, mask=zero_mask)
-        beyond += tl.num_programs(1) * TOKEN_BLOCK
+        beyond += tl.num_programs(1) * (TOKEN_BLOCK // 2)
     if padded | (count <= 0):
         for part in tl.range(0, HEADS_PER_PROGRAM):
             zero_p = p
@@ -127,19 +131,21 @@ def step(
     live = j < ring_len
     token = ring_start + j
     token -= tl.where(token >= ring_capacity, ring_capacity, 0)
-    append = ring_start + ring_len + i
+    append = ring_start + ring_len + of_token
     append -= tl.where(append >= ring_capacity, ring_capacity, 0)
     m = tl.arange(0, TOKEN_ROWS)
     own_rows = m < count
     token64_rows = first_token + m
     n = tl.arange(0, STATE_BLOCK)
-    c_ptrs = c_ptr + token64[:, None] * c_stride_token + group * c_stride_group
-    c_new = tl.load(c_ptrs + n[None, :], mask=own[:, None], other=0.0)
-    key_ptrs = b_ptr + token64[:, None] * b_stride_token + group * b_stride_group
-    key_new = tl.load(key_ptrs + n[None, :], mask=own[:, None], other=0.0)
+    qk_ptrs = tl.where(
+        answers[:, None],
+        c_ptr + token64[:, None] * c_stride_token + group * c_stride_group,
+        b_ptr + token64[:, None] * b_stride_token + group * b_stride_group,
+    )
+    qk_new = tl.load(qk_ptrs + n[None, :], mask=own[:, None], other=0.0)
     ring_b_group_ptr = ring_b_ptr + slot * ring_b_stride_slot + group * ring_b_stride_group
     ring_decay_slot_ptr = ring_decay_ptr + slot * ring_decay_stride_slot
-    appends_decay = i < tl.where(p_block == 0, count, 0)
+    appends_decay = answers & (of_token < tl.where(p_block == 0, count, 0))
     append_rows = ring_start + ring_len + m
     append_rows -= tl.where(append_rows >= ring_capacity, ring_capacity, 0)
     next_live = j + 1 < ring_len
@@ -147,14 +153,11 @@ def step(
     next_token -= tl.where(next_token >= ring_capacity, ring_capacity, 0)
     b_ptrs = b_ptr + token64_rows[:, None] * b_stride_token + group * b_stride_group + n[None, :]
     b_rows = tl.load(b_ptrs, mask=own_rows[:, None], other=0.0)
-    pair_score = tl.dot(b_rows, tl.trans(c_new))
-    pair_score_k = tl.dot(b_rows, tl.trans(key_new))
-    c_wide, key_wide, b_wide = c_new.to(tl.float32), key_new.to(tl.float32), b_rows.to(tl.float32)
-    q_scale = 0.08838834764831845 / tl.sqrt_rn(tl.sum(c_wide * c_wide, 1) + 1e-6)
-    k_scale = 1.0 / tl.sqrt_rn(tl.sum(key_wide * key_wide, 1) + 1e-6)
+    pair_score = tl.dot(b_rows, tl.trans(qk_new))
+    qk_wide, b_wide = qk_new.to(tl.float32), b_rows.to(tl.float32)
+    scale = tl.where(answers, 0.08838834764831845, 1.0) / tl.sqrt_rn(tl.sum(qk_wide * qk_wide, 1) + 1e-6)
     k_scale_rows = 1.0 / tl.sqrt_rn(tl.sum(b_wide * b_wide, 1) + 1e-6)
-    pair_score *= k_scale_rows[:, None] * q_scale[None, :]
-    pair_score_k *= k_scale_rows[:, None] * k_scale[None, :]
+    pair_score *= k_scale_rows[:, None] * scale[None, :]
     if flush:
         # S = decay * S0 + sum_j weight_j u_j k_j^T;  h(r) = S r for r = q and r = k
         for head_offset in tl.range(0, HEADS_PER_PROGRAM, num_stages=NUM_STAGES):
@@ -185,54 +188,43 @@ def step(
             later_gate = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
             gate = gate.to(tl.float32)
             gate += dt_bias[:, None]
-            gate = tl.where(own[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
-            beta = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
+            gate = tl.where((own & answers)[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
+            beta = tl.where(answers[None, :], 0.0, 1.0 / (1.0 + tl.exp(-beta.to(tl.float32))))
             # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums
             # lose everything once one gate is large.
             weight = tl.where(live[None, :], tl.exp(tl.cumsum(later_gate, 1, reverse=True)), 0.0)
             decay = tl.exp(tl.sum(ring_gate, 1))
-            # Sums of the gates up to new token i, from the first one on (passed) and after new token m (since).
+            # Sums of the gates up to column i's token, from the first one on (passed) and after new token m (since).
+            later = of_token[None, :] > m[:, None]
             passed = tl.cumsum(gate, 1)
-            since = tl.cumsum(tl.where((i[None, :] > m[:, None])[None, :, :], gate[:, None, :], 0.0), 2)
-            passed = tl.exp(passed)
-            column = passed * q_scale[None, :]
-            column_k = passed * k_scale[None, :]
-            # What is left of new token m at i, times (k_m k_i) beta_i in u_i, and times (k_m q_i) in y_i.
-            left = tl.exp(since)
-            later = i[None, :] > m[:, None]
-            solve = tl.where(later[None, :, :], beta[:, None, :] * left * pair_score_k[None, :, :], 0.0)
-            answer = tl.where((i[None, :] >= m[:, None])[None, :, :], left * pair_score[None, :, :], 0.0)
+            since = tl.cumsum(tl.where(later[None, :, :], gate[:, None, :], 0.0), 2)
+            column = tl.exp(passed) * scale[None, :]
+            # What u of new token m adds to column i: exp(gates after m) (k_m q_i) to outputs from its own on,
+            # -beta_i exp(gates after m) (k_m k_i) to later u.
+            factor = tl.where(answers[None, :], 1.0, -beta)
+            effect = factor[:, None, :] * tl.exp(since) * pair_score[None, :, :]
+            effect = tl.where((m[:, None] < (of_token + 1 - i % 2)[None, :])[None, :, :], effect, 0.0)
             head_weight = tl.sum(tl.where(head_mask[:, None], weight, 0.0), 0)
             head_decay = tl.sum(tl.where(head_mask, decay, 0.0), 0)
             head_column = tl.sum(tl.where(head_mask[:, None], column, 0.0), 0)
-            head_column_k = tl.sum(tl.where(head_mask[:, None], column_k, 0.0), 0)
             head_beta = tl.sum(tl.where(head_mask[:, None], beta, 0.0), 0)
-            head_solve = tl.sum(tl.where(head_mask[:, None, None], solve, 0.0), 0)
-            head_answer = tl.sum(tl.where(head_mask[:, None, None], answer, 0.0), 0)
+            head_effect = tl.sum(tl.where(head_mask[:, None, None], effect, 0.0), 0)
+            u_mask = token_mask & (i % 2 == 1)[None, :]
             v_ptrs = x_ptr + token64[None, :] * x_stride_token + head * x_stride_head + p[:, None]
-            v = tl.load(v_ptrs, mask=token_mask, other=0.0).to(tl.float32)
-            solve_0 = tl.sum(tl.where(m[:, None] == 0, head_solve, 0.0), 0)
-            answer_0 = tl.sum(tl.where(m[:, None] == 0, head_answer, 0.0), 0)
-            solve_1 = tl.sum(tl.where(m[:, None] == 1, head_solve, 0.0), 0)
-            answer_1 = tl.sum(tl.where(m[:, None] == 1, head_answer, 0.0), 0)
-            solve_2 = tl.sum(tl.where(m[:, None] == 2, head_solve, 0.0), 0)
-            answer_2 = tl.sum(tl.where(m[:, None] == 2, head_answer, 0.0), 0)
-            solve_3 = tl.sum(tl.where(m[:, None] == 3, head_solve, 0.0), 0)
-            answer_3 = tl.sum(tl.where(m[:, None] == 3, head_answer, 0.0), 0)
-            solve_4 = tl.sum(tl.where(m[:, None] == 4, head_solve, 0.0), 0)
-            answer_4 = tl.sum(tl.where(m[:, None] == 4, head_answer, 0.0), 0)
-            solve_5 = tl.sum(tl.where(m[:, None] == 5, head_solve, 0.0), 0)
-            answer_5 = tl.sum(tl.where(m[:, None] == 5, head_answer, 0.0), 0)
-            solve_6 = tl.sum(tl.where(m[:, None] == 6, head_solve, 0.0), 0)
-            answer_6 = tl.sum(tl.where(m[:, None] == 6, head_answer, 0.0), 0)
-            solve_7 = tl.sum(tl.where(m[:, None] == 7, head_solve, 0.0), 0)
-            answer_7 = tl.sum(tl.where(m[:, None] == 7, head_answer, 0.0), 0)
+            v = tl.load(v_ptrs, mask=u_mask, other=0.0).to(tl.float32)
+            effect_0 = tl.sum(tl.where(m[:, None] == 0, head_effect, 0.0), 0)
+            effect_1 = tl.sum(tl.where(m[:, None] == 1, head_effect, 0.0), 0)
+            effect_2 = tl.sum(tl.where(m[:, None] == 2, head_effect, 0.0), 0)
+            effect_3 = tl.sum(tl.where(m[:, None] == 3, head_effect, 0.0), 0)
+            effect_4 = tl.sum(tl.where(m[:, None] == 4, head_effect, 0.0), 0)
+            effect_5 = tl.sum(tl.where(m[:, None] == 5, head_effect, 0.0), 0)
+            effect_6 = tl.sum(tl.where(m[:, None] == 6, head_effect, 0.0), 0)
+            effect_7 = tl.sum(tl.where(m[:, None] == 7, head_effect, 0.0), 0)
             weighted = tl.trans(ring_x.to(tl.float32) * head_weight[:, None])
             # B is exact in bf16; weighted x is split so that the sum of its terms is.
             high = weighted.to(tl.bfloat16)
             low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
             read = tl.zeros([BLOCK_P, TOKEN_BLOCK], tl.float32)
-            read_k = tl.zeros([BLOCK_P, TOKEN_BLOCK], tl.float32)
             for fold_start in tl.static_range(0, STATE_BLOCK, FOLD_BLOCK_N):
                 fold_n = fold_start + tl.arange(0, FOLD_BLOCK_N)
                 fold_mask = p_mask[:, None]
@@ -250,58 +242,41 @@ def step(
                     mask=fold_mask,
                     eviction_policy="evict_last",
                 )
-                fold_c_ptrs = c_ptrs + fold_n[None, :]
-                fold_c = tl.load(
-                    fold_c_ptrs,
+                fold_qk_ptrs = qk_ptrs + fold_n[None, :]
+                fold_qk = tl.load(
+                    fold_qk_ptrs,
                     mask=own[:, None],
                     other=0.0,
                 )
-                fold_c = tl.trans(fold_c.to(tl.float32))
-                read = tl.dot(folded, fold_c, acc=read, input_precision="tf32")
-                fold_key_ptrs = key_ptrs + fold_n[None, :]
-                fold_key = tl.load(
-                    fold_key_ptrs,
-                    mask=own[:, None],
-                    other=0.0,
-                )
-                fold_key = tl.trans(fold_key.to(tl.float32))
-                read_k = tl.dot(folded, fold_key, acc=read_k, input_precision="tf32")
+                fold_qk = tl.trans(fold_qk.to(tl.float32))
+                read = tl.dot(folded, fold_qk, acc=read, input_precision="tf32")
             read *= head_column[None, :]
-            read_k *= head_column_k[None, :]
-            # u_i = beta_i (v_i - h(k_i)) - sum_m solve_mi u_m;  y_i = h(q_i) + sum_m answer_mi u_m
-            u = head_beta[None, :] * (v - read_k)
-            y = read
-            solved = tl.sum(tl.where(i[None, :] == 0, u, 0.0), 1)
-            u -= solved[:, None] * solve_0[None, :]
-            y += solved[:, None] * answer_0[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 1, u, 0.0), 1)
-            u -= solved[:, None] * solve_1[None, :]
-            y += solved[:, None] * answer_1[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 2, u, 0.0), 1)
-            u -= solved[:, None] * solve_2[None, :]
-            y += solved[:, None] * answer_2[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 3, u, 0.0), 1)
-            u -= solved[:, None] * solve_3[None, :]
-            y += solved[:, None] * answer_3[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 4, u, 0.0), 1)
-            u -= solved[:, None] * solve_4[None, :]
-            y += solved[:, None] * answer_4[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 5, u, 0.0), 1)
-            u -= solved[:, None] * solve_5[None, :]
-            y += solved[:, None] * answer_5[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 6, u, 0.0), 1)
-            u -= solved[:, None] * solve_6[None, :]
-            y += solved[:, None] * answer_6[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 7, u, 0.0), 1)
-            u -= solved[:, None] * solve_7[None, :]
-            y += solved[:, None] * answer_7[None, :]
+            # u_i = beta_i (v_i - h(k_i)) + sum_m effect_mi u_m;  y_i = h(q_i) + sum_m effect_mi u_m
+            y = tl.where(answers[None, :], read, head_beta[None, :] * (v - read))
+            u = tl.sum(tl.where(i[None, :] == 1, y, 0.0), 1)
+            y += u[:, None] * effect_0[None, :]
+            u = tl.sum(tl.where(i[None, :] == 3, y, 0.0), 1)
+            y += u[:, None] * effect_1[None, :]
+            u = tl.sum(tl.where(i[None, :] == 5, y, 0.0), 1)
+            y += u[:, None] * effect_2[None, :]
+            u = tl.sum(tl.where(i[None, :] == 7, y, 0.0), 1)
+            y += u[:, None] * effect_3[None, :]
+            u = tl.sum(tl.where(i[None, :] == 9, y, 0.0), 1)
+            y += u[:, None] * effect_4[None, :]
+            u = tl.sum(tl.where(i[None, :] == 11, y, 0.0), 1)
+            y += u[:, None] * effect_5[None, :]
+            u = tl.sum(tl.where(i[None, :] == 13, y, 0.0), 1)
+            y += u[:, None] * effect_6[None, :]
+            u = tl.sum(tl.where(i[None, :] == 15, y, 0.0), 1)
+            y += u[:, None] * effect_7[None, :]
             tl.store(
                 ring_x_head_ptr + append[None, :] * ring_x_stride_token + p[:, None],
-                u.to(ring_x_ptr.dtype.element_ty),
-                mask=token_mask,
+                y.to(ring_x_ptr.dtype.element_ty),
+                mask=u_mask,
             )
             out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
-            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
+            y_mask = token_mask & answers[None, :]
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=y_mask, eviction_policy="evict_last")
             new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
             tl.store(new_decay_ptrs, gate, mask=head_mask[:, None] & appends_decay[None, :])
     else:
@@ -311,10 +286,8 @@ def step(
             mask=live[:, None],
             other=0.0,
         )
-        score = tl.dot(ring_b, tl.trans(c_new))
-        score_k = tl.dot(ring_b, tl.trans(key_new))
-        c_read = tl.trans(c_new)
-        key_read = tl.trans(key_new)
+        score = tl.dot(ring_b, tl.trans(qk_new))
+        qk_read = tl.trans(qk_new)
         for head_offset in tl.range(0, HEADS_PER_PROGRAM, num_stages=NUM_STAGES):
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
@@ -349,94 +322,70 @@ def step(
             later_gate = tl.load(ring_decay_ptrs + next_token[None, :], mask=next_live_heads, other=0.0)
             gate = gate.to(tl.float32)
             gate += dt_bias[:, None]
-            gate = tl.where(own[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
-            beta = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
+            gate = tl.where((own & answers)[None, :], -tl.exp(log_rate)[:, None] * softplus(gate), 0.0)
+            beta = tl.where(answers[None, :], 0.0, 1.0 / (1.0 + tl.exp(-beta.to(tl.float32))))
             # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums
             # lose everything once one gate is large.
             weight = tl.where(live[None, :], tl.exp(tl.cumsum(later_gate, 1, reverse=True)), 0.0)
             decay = tl.exp(tl.sum(ring_gate, 1))
-            # Sums of the gates up to new token i, from the first one on (passed) and after new token m (since).
+            # Sums of the gates up to column i's token, from the first one on (passed) and after new token m (since).
+            later = of_token[None, :] > m[:, None]
             passed = tl.cumsum(gate, 1)
-            since = tl.cumsum(tl.where((i[None, :] > m[:, None])[None, :, :], gate[:, None, :], 0.0), 2)
-            passed = tl.exp(passed)
-            column = passed * q_scale[None, :]
-            column_k = passed * k_scale[None, :]
-            # What is left of new token m at i, times (k_m k_i) beta_i in u_i, and times (k_m q_i) in y_i.
-            left = tl.exp(since)
-            later = i[None, :] > m[:, None]
-            solve = tl.where(later[None, :, :], beta[:, None, :] * left * pair_score_k[None, :, :], 0.0)
-            answer = tl.where((i[None, :] >= m[:, None])[None, :, :], left * pair_score[None, :, :], 0.0)
+            since = tl.cumsum(tl.where(later[None, :, :], gate[:, None, :], 0.0), 2)
+            column = tl.exp(passed) * scale[None, :]
+            # What u of new token m adds to column i: exp(gates after m) (k_m q_i) to outputs from its own on,
+            # -beta_i exp(gates after m) (k_m k_i) to later u.
+            factor = tl.where(answers[None, :], 1.0, -beta)
+            effect = factor[:, None, :] * tl.exp(since) * pair_score[None, :, :]
+            effect = tl.where((m[:, None] < (of_token + 1 - i % 2)[None, :])[None, :, :], effect, 0.0)
             head_weight = tl.sum(tl.where(head_mask[:, None], weight, 0.0), 0)
             head_decay = tl.sum(tl.where(head_mask, decay, 0.0), 0)
             head_column = tl.sum(tl.where(head_mask[:, None], column, 0.0), 0)
-            head_column_k = tl.sum(tl.where(head_mask[:, None], column_k, 0.0), 0)
             head_beta = tl.sum(tl.where(head_mask[:, None], beta, 0.0), 0)
-            head_solve = tl.sum(tl.where(head_mask[:, None, None], solve, 0.0), 0)
-            head_answer = tl.sum(tl.where(head_mask[:, None, None], answer, 0.0), 0)
+            head_effect = tl.sum(tl.where(head_mask[:, None, None], effect, 0.0), 0)
+            u_mask = token_mask & (i % 2 == 1)[None, :]
             v_ptrs = x_ptr + token64[None, :] * x_stride_token + head * x_stride_head + p[:, None]
-            v = tl.load(v_ptrs, mask=token_mask, other=0.0).to(tl.float32)
-            solve_0 = tl.sum(tl.where(m[:, None] == 0, head_solve, 0.0), 0)
-            answer_0 = tl.sum(tl.where(m[:, None] == 0, head_answer, 0.0), 0)
-            solve_1 = tl.sum(tl.where(m[:, None] == 1, head_solve, 0.0), 0)
-            answer_1 = tl.sum(tl.where(m[:, None] == 1, head_answer, 0.0), 0)
-            solve_2 = tl.sum(tl.where(m[:, None] == 2, head_solve, 0.0), 0)
-            answer_2 = tl.sum(tl.where(m[:, None] == 2, head_answer, 0.0), 0)
-            solve_3 = tl.sum(tl.where(m[:, None] == 3, head_solve, 0.0), 0)
-            answer_3 = tl.sum(tl.where(m[:, None] == 3, head_answer, 0.0), 0)
-            solve_4 = tl.sum(tl.where(m[:, None] == 4, head_solve, 0.0), 0)
-            answer_4 = tl.sum(tl.where(m[:, None] == 4, head_answer, 0.0), 0)
-            solve_5 = tl.sum(tl.where(m[:, None] == 5, head_solve, 0.0), 0)
-            answer_5 = tl.sum(tl.where(m[:, None] == 5, head_answer, 0.0), 0)
-            solve_6 = tl.sum(tl.where(m[:, None] == 6, head_solve, 0.0), 0)
-            answer_6 = tl.sum(tl.where(m[:, None] == 6, head_answer, 0.0), 0)
-            solve_7 = tl.sum(tl.where(m[:, None] == 7, head_solve, 0.0), 0)
-            answer_7 = tl.sum(tl.where(m[:, None] == 7, head_answer, 0.0), 0)
-            read = tl.dot(s, c_read) * head_decay
+            v = tl.load(v_ptrs, mask=u_mask, other=0.0).to(tl.float32)
+            effect_0 = tl.sum(tl.where(m[:, None] == 0, head_effect, 0.0), 0)
+            effect_1 = tl.sum(tl.where(m[:, None] == 1, head_effect, 0.0), 0)
+            effect_2 = tl.sum(tl.where(m[:, None] == 2, head_effect, 0.0), 0)
+            effect_3 = tl.sum(tl.where(m[:, None] == 3, head_effect, 0.0), 0)
+            effect_4 = tl.sum(tl.where(m[:, None] == 4, head_effect, 0.0), 0)
+            effect_5 = tl.sum(tl.where(m[:, None] == 5, head_effect, 0.0), 0)
+            effect_6 = tl.sum(tl.where(m[:, None] == 6, head_effect, 0.0), 0)
+            effect_7 = tl.sum(tl.where(m[:, None] == 7, head_effect, 0.0), 0)
+            read = tl.dot(s, qk_read) * head_decay
             ring_weight = head_weight[:, None] * score
             high = ring_weight.to(tl.bfloat16)
             low = (ring_weight - high.to(tl.float32)).to(tl.bfloat16)
             read = tl.dot(tl.trans(ring_x), high, acc=tl.dot(tl.trans(ring_x), low, acc=read))
-            read_k = tl.dot(s, key_read) * head_decay
-            ring_weight_k = head_weight[:, None] * score_k
-            high = ring_weight_k.to(tl.bfloat16)
-            low = (ring_weight_k - high.to(tl.float32)).to(tl.bfloat16)
-            read_k = tl.dot(tl.trans(ring_x), high, acc=tl.dot(tl.trans(ring_x), low, acc=read_k))
             read *= head_column[None, :]
-            read_k *= head_column_k[None, :]
-            # u_i = beta_i (v_i - h(k_i)) - sum_m solve_mi u_m;  y_i = h(q_i) + sum_m answer_mi u_m
-            u = head_beta[None, :] * (v - read_k)
-            y = read
-            solved = tl.sum(tl.where(i[None, :] == 0, u, 0.0), 1)
-            u -= solved[:, None] * solve_0[None, :]
-            y += solved[:, None] * answer_0[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 1, u, 0.0), 1)
-            u -= solved[:, None] * solve_1[None, :]
-            y += solved[:, None] * answer_1[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 2, u, 0.0), 1)
-            u -= solved[:, None] * solve_2[None, :]
-            y += solved[:, None] * answer_2[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 3, u, 0.0), 1)
-            u -= solved[:, None] * solve_3[None, :]
-            y += solved[:, None] * answer_3[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 4, u, 0.0), 1)
-            u -= solved[:, None] * solve_4[None, :]
-            y += solved[:, None] * answer_4[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 5, u, 0.0), 1)
-            u -= solved[:, None] * solve_5[None, :]
-            y += solved[:, None] * answer_5[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 6, u, 0.0), 1)
-            u -= solved[:, None] * solve_6[None, :]
-            y += solved[:, None] * answer_6[None, :]
-            solved = tl.sum(tl.where(i[None, :] == 7, u, 0.0), 1)
-            u -= solved[:, None] * solve_7[None, :]
-            y += solved[:, None] * answer_7[None, :]
+            # u_i = beta_i (v_i - h(k_i)) + sum_m effect_mi u_m;  y_i = h(q_i) + sum_m effect_mi u_m
+            y = tl.where(answers[None, :], read, head_beta[None, :] * (v - read))
+            u = tl.sum(tl.where(i[None, :] == 1, y, 0.0), 1)
+            y += u[:, None] * effect_0[None, :]
+            u = tl.sum(tl.where(i[None, :] == 3, y, 0.0), 1)
+            y += u[:, None] * effect_1[None, :]
+            u = tl.sum(tl.where(i[None, :] == 5, y, 0.0), 1)
+            y += u[:, None] * effect_2[None, :]
+            u = tl.sum(tl.where(i[None, :] == 7, y, 0.0), 1)
+            y += u[:, None] * effect_3[None, :]
+            u = tl.sum(tl.where(i[None, :] == 9, y, 0.0), 1)
+            y += u[:, None] * effect_4[None, :]
+            u = tl.sum(tl.where(i[None, :] == 11, y, 0.0), 1)
+            y += u[:, None] * effect_5[None, :]
+            u = tl.sum(tl.where(i[None, :] == 13, y, 0.0), 1)
+            y += u[:, None] * effect_6[None, :]
+            u = tl.sum(tl.where(i[None, :] == 15, y, 0.0), 1)
+            y += u[:, None] * effect_7[None, :]
             tl.store(
                 ring_x_head_ptr + append[None, :] * ring_x_stride_token + p[:, None],
-                u.to(ring_x_ptr.dtype.element_ty),
-                mask=token_mask,
+                y.to(ring_x_ptr.dtype.element_ty),
+                mask=u_mask,
             )
             out_ptrs = out_ptr + token64[None, :] * out_stride_token + head * out_stride_head + p[:, None]
-            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=token_mask, eviction_policy="evict_last")
+            y_mask = token_mask & answers[None, :]
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=y_mask, eviction_policy="evict_last")
             new_decay_ptrs = ring_decay_slot_ptr + heads[:, None] * ring_decay_stride_head + append[None, :]
             tl.store(new_decay_ptrs, gate, mask=head_mask[:, None] & appends_decay[None, :])
     # One program appends for all heads of a group, and one for all rows of a head.
