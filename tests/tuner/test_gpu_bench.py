@@ -15,9 +15,9 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner import gpu_worker
 from replayssm_tune.tuner.gpu_bench import GpuBench
 from replayssm_tune.tuner.records import Cell, Environment, Timing
+from tests.tuner.tunes import HERE
 
 SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
-HERE = Environment("NVIDIA H200", (9, 0), 132, "3.9.0", "2.13.0", "580.1")
 
 
 class Worker:

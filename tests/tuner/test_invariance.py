@@ -1,21 +1,31 @@
-"""Choosing one numerics class for all batches of a spec."""
+"""Choosing one numerics class for all batches of a spec, and tunes that do."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
+from replayssm_tune.runtime.table import load
+from replayssm_tune.tuner import request, run
 from replayssm_tune.tuner.choose import Verdict
+from replayssm_tune.tuner.errors import UsageError
 from replayssm_tune.tuner.invariance import CLASS_PLANS, Classes, best_class, of_class
 from replayssm_tune.tuner.meter import Budget, Meter
+from replayssm_tune.tuner.progress import silent
+from replayssm_tune.tuner.request import Job, Target
 from replayssm_tune.tuner.search import Ranked
 from replayssm_tune.tuner.store import Store
 from tests.tuner.fake_bench import GPU, SPEC, FakeBench
+from tests.tuner.tunes import GPU as H200
+from tests.tuner.tunes import FakeGpu, job, with_materializing
 
 
 def plan(block_p: int, registers: int = 0) -> Plan:
@@ -94,3 +104,100 @@ def test_without_a_budget_the_default_alone_is_timed(tmp_path: Path) -> None:
     classes = Classes(SPEC, dict.fromkeys((16, 64), dataclasses.replace(verdict)), rankings)
     assert classes.choose(meter, Budget(points=0), 3) != SMALL.numerics
     assert len(bench.calls) == 2
+
+
+def invariant(folder: Path, **options: Any) -> Job:
+    return dataclasses.replace(job(folder, **options), batch_invariant=True)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_batch_invariant_tune_serves_one_class_and_says_what_that_costs(
+    fake: type[FakeGpu], tmp_path: Path, drafts: int
+) -> None:
+    here = invariant(tmp_path, drafts=drafts)
+    (work,) = here.work
+    tuned = run.tune(here, silent, tmp_path / "results")
+    assert not tuned.missing
+    rows = [row for row in load(Path(tuned.table_path)).rows if row.spec == work.spec]
+    assert [row.effective_batch for row in rows] == [16, 1024]
+    assert all(row.batch_invariant for row in rows)
+    assert len({row.plan.numerics for row in rows}) == 1
+    assert not any(row.batch_invariant for row in tuned.table.rows if row.spec.is_native)
+    assert [(c.spec, c.effective_batch) for c in tuned.invariant] == [(work.spec, 16), (work.spec, 1024)]
+    for cost, row in zip(tuned.invariant, rows, strict=True):
+        assert cost.plan == row.plan
+        assert cost.regret == pytest.approx(cost.time_us / cost.best_time_us - 1, abs=5e-3)
+        assert f"{cost.regret:.1%} slower than the best of any numerics class" in row.verdict
+    for served in tuned.served:
+        assert (served.step, served.plan.numerics) == ("user", rows[0].plan.numerics)
+        assert "batch-invariant" in served.reason
+    if not drafts:  # early kernels win small batches, others large ones
+        small, large = tuned.invariant
+        assert small.best.variants[0].structure.load == "early"
+        assert large.plan.variants[0].structure.load == "late"
+        assert small.regret == pytest.approx(4.76 / 4.24 - 1, abs=0.02)
+        assert large.regret == pytest.approx(0, abs=5e-3)
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert "batch-invariant" in path.name
+
+    again = run.tune(here, silent)
+    assert fake.asked == [], "everything was remembered"
+    assert again.table.rows == tuned.table.rows
+    assert again.invariant == tuned.invariant
+
+
+def test_an_interrupted_batch_invariant_tune_goes_on(fake: type[FakeGpu], tmp_path: Path) -> None:
+    run.tune(invariant(tmp_path / "whole"), silent)
+    whole = len(fake.asked)
+    fake.interrupt_after = whole - 20  # among the races of the class
+    with pytest.raises(KeyboardInterrupt):
+        run.tune(invariant(tmp_path), silent)
+    fake.interrupt_after = None
+    tuned = run.tune(invariant(tmp_path), silent)
+    assert 0 < len(fake.asked) <= 21
+    assert len(tuned.invariant) == 2
+
+
+def test_a_spent_budget_still_gives_rows_of_one_class(fake: type[FakeGpu], tmp_path: Path) -> None:
+    tuned = run.tune(invariant(tmp_path, budget=request.Budget(trials=3)), silent)
+    assert not tuned.missing
+    (work,) = job(tmp_path).work
+    rows = [row for row in tuned.table.rows if row.spec == work.spec]
+    assert {(row.batch_invariant, row.plan.numerics) for row in rows} == {
+        (True, default_plan(work.spec).numerics)
+    }
+
+
+def test_rows_that_would_break_the_promise_go_and_a_plain_tune_ends_it(
+    fake: type[FakeGpu], tmp_path: Path
+) -> None:
+    run.tune(job(tmp_path, (1, 8, 64)), silent)
+    kept = run.tune(invariant(tmp_path), silent)
+    spec = job(tmp_path).work[0].spec
+    assert {row.effective_batch for row in kept.table.rows if row.spec == spec} == {16, 1024}
+    assert any("1 rows of other numerics classes were left out" in note for note in kept.notes)
+    plain = run.tune(job(tmp_path), silent)
+    assert not any(row.batch_invariant for row in plain.table.rows)
+    assert any("no longer batch-invariant" in note for note in plain.notes)
+
+
+def test_estimates_that_promise_one_class_are_refused_beside_measured_rows(
+    fake: type[FakeGpu], tmp_path: Path
+) -> None:
+    run.tune(job(tmp_path), silent)
+    static = dataclasses.replace(invariant(tmp_path), target=Target(H200, False, "static"))
+    with pytest.raises(UsageError, match="not batch-invariant") as error:
+        run.tune(static, silent)
+    assert "another --output" in error.value.hint
+
+
+def test_one_numerics_class_of_what_materialises_states_may_serve_all_batches(
+    fake: type[FakeGpu], tmp_path: Path
+) -> None:
+    here, spec = with_materializing(invariant(tmp_path))
+    tuned = run.tune(here, silent)
+    assert not tuned.missing
+    rows = [row for row in tuned.table.rows if row.spec == spec]
+    assert [(row.effective_batch, row.batch_invariant) for row in rows] == [(16, True), (1024, True)]
+    assert len({row.plan.numerics for row in rows}) == 1
+    assert [cost.effective_batch for cost in tuned.invariant if cost.spec == spec] == [16, 1024]

@@ -16,7 +16,7 @@ from replayssm_tune.tuner.interpreted import small_variant
 from replayssm_tune.tuner.measure import LayerStack
 from replayssm_tune.tuner.mix import accepted_tokens, cycle
 from replayssm_tune.tuner.records import score_mode
-from replayssm_tune.tuner.shapes import Shape
+from replayssm_tune.tuner.shapes import Shape, shape_for
 from tests.interpreter import interpreted
 
 SPECS = (
@@ -202,3 +202,15 @@ def test_launches_do_what_their_mode_says(spec, tmp_path):
             for tensors in arguments_of(stack, mode):
                 assert torch.isfinite(tensors.get("out", tensors["state"])).all()
                 assert torch.isfinite(tensors["state"]).all()
+
+
+@pytest.mark.parametrize("heads_per_group", [1, 8, 12, 16])
+def test_shapes_are_whole_groups_near_the_batch_asked_for(heads_per_group):
+    spec = Spec("mamba2", "step", 64, 128, heads_per_group, 16)
+    for batch in (8, 16, 24, 192, 1000, 32768):
+        shape = shape_for(spec, batch)
+        assert shape.heads % heads_per_group == 0
+        assert shape.effective_batch == shape.rows * shape.heads
+        # Whole groups, and the same number of them in every sequence.
+        slack = heads_per_group * shape.rows / 2 + heads_per_group / 2
+        assert abs(shape.effective_batch - batch) <= max(slack, heads_per_group - batch)
