@@ -17,6 +17,15 @@ from replayssm_tune.runtime.contracts import CONV_STEP
 from replayssm_tune.runtime.conv_tiles import ConvTile
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 
+DTYPES = {
+    "fp32": ("fp32", "fp32", "fp32"),
+    "fp16": ("fp16", "fp16", "fp16"),
+    "bf16": ("bf16", "bf16", "bf16"),
+    "bf16 in fp32": ("bf16", "fp32", "fp32"),
+    "fp16 in fp32": ("fp16", "fp32", "fp16"),
+}
+"""dtypes of activations, ring and weights."""
+
 TOLERANCE = {"fp32": 3e-6, "fp16": 1e-3, "bf16": 8e-3}
 """Of an output: half a unit in the last place of its dtype, or a few of fp32."""
 
@@ -54,6 +63,12 @@ class Scene:
     @property
     def capacity(self) -> int:
         return self.window + self.num_tokens + self.width - 1 + self.spare
+
+
+def scene_of(dtypes: str, **changes: Any) -> Scene:
+    """A scene of some :data:`DTYPES`."""
+    activation, ring, weight = DTYPES[dtypes]
+    return Scene(activation_dtype=activation, ring_dtype=ring, weight_dtype=weight, **changes)
 
 
 def convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -107,11 +107,23 @@ def overload(op: str) -> Any:
     return getattr(getattr(torch.ops, ops.NAMESPACE), op).default
 
 
+def written(op: str) -> set[str]:
+    """What an operator's schema says that it writes."""
+    return {
+        a.name for a in overload(op)._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    }
+
+
+def ordered(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments in the order of an operator's schema."""
+    return tuple(given[argument.name] for argument in overload(op)._schema.arguments)
+
+
 def output_like(op: str, given: dict[str, Any]) -> torch.Tensor:
     return torch.empty_like(given[named(op, "x")])
 
 
 def positional(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments in the order of the operator's schema."""
+    """All arguments of a call in the order of the operator's schema."""
     full = {"dt_softplus": True, "qk_l2norm": True, "null_slot": -1, "out": output_like(op, given)} | given
-    return tuple(full[argument.name] for argument in overload(op)._schema.arguments)
+    return ordered(op, full)

@@ -14,6 +14,7 @@ from replayssm_tune.runtime import contracts, ops, signatures
 from replayssm_tune.runtime.errors import ArgumentError, SpecError
 from replayssm_tune.runtime.spec import Spec
 from tests.runtime.folds import Fold, fold
+from tests.runtime.small_calls import ordered, overload, written
 
 CONTRACTS = {"mamba2": contracts.MAMBA2_MATERIALIZE, "gdn": contracts.GDN_MATERIALIZE}
 
@@ -190,20 +191,14 @@ def test_cursors_out_of_range_are_refused(family: str, start: int, length: int) 
     scene.call()
 
 
-def overload(family: str) -> Any:
-    return getattr(getattr(torch.ops, ops.NAMESPACE), f"{family}_materialize").default
-
-
 def positional(scene: Fold) -> tuple[Any, ...]:
-    full = {"null_slot": -1} | scene.given()
-    return tuple(full[argument.name] for argument in overload(scene.spec.family)._schema.arguments)
+    return ordered(f"{scene.spec.family}_materialize", {"null_slot": -1} | scene.given())
 
 
 def test_the_mutation_list_is_exact(family: str) -> None:
-    schema = overload(family)._schema
-    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    assert written == {"state"}
-    assert not schema.returns
+    op = f"{family}_materialize"
+    assert written(op) == {"state"}
+    assert not overload(op)._schema.returns
 
 
 def finite(family: str) -> Fold:
@@ -214,13 +209,13 @@ def finite(family: str) -> Fold:
 
 
 def test_opcheck(family: str) -> None:
-    torch.library.opcheck(overload(family), positional(finite(family)))
+    torch.library.opcheck(overload(f"{family}_materialize"), positional(finite(family)))
 
 
 def test_direct_call_equals_the_operator(family: str) -> None:
     direct, dispatched = small(family), small(family)
     direct.call()
-    overload(family)(*positional(dispatched))
+    overload(f"{family}_materialize")(*positional(dispatched))
     assert torch.equal(direct.pool.storage, dispatched.pool.storage)
 
 

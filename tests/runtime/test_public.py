@@ -22,13 +22,24 @@ def test_other_names_are_refused() -> None:
         runtime.mamba3_step  # type: ignore[attr-defined]  # noqa: B018
 
 
+def printed(code: str) -> str:
+    """By a process that has imported nothing yet."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
     code = "import sys, replayssm_tune.runtime; print(sorted({'torch', 'triton'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(code) == "[]"
 
 
 def test_specs_and_errors_need_no_torch() -> None:
     code = "import sys; from replayssm_tune.runtime import Spec, SpecError; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert printed(code) == "False"
+
+
+def test_the_convolution_needs_no_triton() -> None:
+    code = (
+        "import sys; from replayssm_tune.runtime import conv_step, conv_seed; print('triton' in sys.modules)"
+    )
+    assert printed(code) == "False"
