@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from replayssm_tune.runtime import contracts, ops
@@ -33,6 +34,14 @@ CONTRACTS = {
         contracts.GDN_NATIVE_VERIFY,
     )
 }
+
+NO_TENSORS = [
+    (None, "None"),
+    (2.5, "of type float"),
+    (np.ones(3), r"of type numpy\.ndarray"),
+    ([1], "of type list"),
+]
+"""What is given in the place of a tensor, and how messages name it."""
 
 
 def named(op: str, kernel: str) -> str:

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from replayssm_tune.codegen.render import render_cursors
 from replayssm_tune.runtime import ops, reference
+from replayssm_tune.runtime.errors import ArgumentError
 from replayssm_tune.tuner.pool import make_pool
 from replayssm_tune.tuner.trajectory import Trajectory
 from tests.runtime.calls import cache_of
+from tests.runtime.small_calls import NO_TENSORS
 
 
 @st.composite
@@ -301,3 +303,61 @@ def test_rejected_tokens_leave_the_length(driver: Any) -> None:
         driver.commit(scene, pool, step)
         lengths[step.slots[step.stores]] = 0
         assert torch.equal(pool.ring_len, lengths)
+
+
+@pytest.mark.parametrize(("value", "found"), NO_TENSORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["commit", "reset", "drained"])
+def test_what_is_no_tensor_is_named_by_cursor_ops(name: str, value: Any, found: str) -> None:
+    given: dict[str, Any] = {name: torch.zeros(6, dtype=torch.int32) for name in ("ring_start", "ring_len")}
+    if name == "commit":
+        given |= {"accepted": torch.ones(3, dtype=torch.int32), "slot_index": torch.arange(3), "window": 4}
+    else:
+        given["slots"] = torch.arange(3)
+    if name != "reset":
+        given["capacity"] = 5
+    function = getattr(ops, name)
+    function(**given)
+    for argument, known in given.items():
+        if isinstance(known, torch.Tensor):
+            with pytest.raises(ArgumentError, match=rf"{name}: {argument} is {found}; expected a tensor"):
+                function(**(given | {argument: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capacity": 4}, r"commit: capacity is 4, too small for window 4.*= 5"),
+        ({"num_tokens": 5, "capacity": 20}, "num_tokens is 5 and window 4"),
+        ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"accepted": torch.ones(2, dtype=torch.int32)}, r"accepted has shape \(2,\); expected \(3,\)"),
+        ({"accepted": torch.ones(3)}, "accepted is fp32; expected i32 or i64"),
+        ({"slot_index": torch.zeros(3, 1)}, "slot_index has shape"),
+        ({"ring_len": torch.zeros(6)}, "ring_len is fp32; expected i32"),
+        ({"query_start": torch.zeros(3).int()}, r"query_start has shape \(3,\); expected \(4,\)"),
+        ({"query_start": torch.zeros(4).long()}, "query_start is i64; expected i32"),
+        ({"query_start": [0, 1, 2, 3]}, "query_start is of type list; expected a tensor or None"),
+        ({"query_start": torch.tensor([0, 2, 2, 2]).int()}, "row 0 is given 2 tokens; .* to num_tokens = 1"),
+        ({"query_start": torch.tensor([0, 1, 0, 1]).int()}, "row 1 is given -1 tokens"),
+        (
+            {"query_start": torch.tensor([1, 1, 2, 3]).int()},
+            "begins at 1 and ends at 3; query_start goes",
+        ),
+    ],
+)
+def test_bad_commits(changes: dict[str, Any], message: str) -> None:
+    cursor = torch.zeros(6, dtype=torch.int32)
+    good = {
+        "accepted": torch.ones(3, dtype=torch.int32), "ring_start": cursor, "ring_len": cursor.clone(),
+        "slot_index": torch.tensor([0, 1, -1]), "window": 4, "capacity": 5,
+    }  # fmt: skip
+    ops.commit(**good)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=message):
+        ops.commit(**(good | changes))  # type: ignore[arg-type]
+
+
+def test_bad_resets() -> None:
+    cursor = torch.zeros(6, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="reset: slots is fp32"):
+        ops.reset(torch.zeros(2), ring_start=cursor, ring_len=cursor)
+    with pytest.raises(ArgumentError, match="drained: capacity is 1"):
+        ops.drained(torch.zeros(2).long(), ring_start=cursor, ring_len=cursor, capacity=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,14 +15,12 @@ from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
 from tests.runtime.small_calls import (
     CONTRACTS,
     HEADS,
-    ONE_TOKEN,
+    NO_TENSORS,
     ROWS,
     STEPS,
     arguments,
     call,
-    inputs_of,
     named,
-    spec_of,
 )
 
 
@@ -36,12 +33,6 @@ def op(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=STEPS)
 def step(request: pytest.FixtureRequest) -> str:
     """Every one of them with a ring."""
-    return str(request.param)
-
-
-@pytest.fixture(params=ONE_TOKEN)
-def one_token(request: pytest.FixtureRequest) -> str:
-    """Every step of one token a row."""
     return str(request.param)
 
 
@@ -303,14 +294,6 @@ def test_bad_arguments_are_told_under_compile(op: str) -> None:
         )
 
 
-NO_TENSORS = [
-    (None, "None"),
-    (2.5, "of type float"),
-    (np.ones(3), r"of type numpy\.ndarray"),
-    ([1], "of type list"),
-]
-
-
 @pytest.mark.parametrize(("value", "found"), NO_TENSORS, ids=lambda value: type(value).__name__)
 def test_what_is_no_tensor_is_named(op: str, value: Any, found: str) -> None:
     given = arguments(op, out=torch.empty(ROWS, HEADS, 8))
@@ -326,165 +309,6 @@ def test_what_is_no_tensor_is_named(op: str, value: Any, found: str) -> None:
             message = rf"{op}: {name} is {found}; expected a tensor"
             with mode, pytest.raises(ArgumentError, match=message):
                 call(op, around | {name: value})
-
-
-@pytest.mark.parametrize(("value", "found"), NO_TENSORS, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize("name", ["commit", "reset", "drained"])
-def test_what_is_no_tensor_is_named_by_cursor_ops(name: str, value: Any, found: str) -> None:
-    given: dict[str, Any] = {name: torch.zeros(6, dtype=torch.int32) for name in ("ring_start", "ring_len")}
-    if name == "commit":
-        given |= {"accepted": torch.ones(3, dtype=torch.int32), "slot_index": torch.arange(3), "window": 4}
-    else:
-        given["slots"] = torch.arange(3)
-    if name != "reset":
-        given["capacity"] = 5
-    function = getattr(ops, name)
-    function(**given)
-    for argument, known in given.items():
-        if isinstance(known, torch.Tensor):
-            with pytest.raises(ArgumentError, match=rf"{name}: {argument} is {found}; expected a tensor"):
-                function(**(given | {argument: value}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"capacity": 4}, r"commit: capacity is 4, too small for window 4.*= 5"),
-        ({"num_tokens": 5, "capacity": 20}, "num_tokens is 5 and window 4"),
-        ({"num_tokens": 0}, "num_tokens is 0"),
-        ({"accepted": torch.ones(2, dtype=torch.int32)}, r"accepted has shape \(2,\); expected \(3,\)"),
-        ({"accepted": torch.ones(3)}, "accepted is fp32; expected i32 or i64"),
-        ({"slot_index": torch.zeros(3, 1)}, "slot_index has shape"),
-        ({"ring_len": torch.zeros(6)}, "ring_len is fp32; expected i32"),
-        ({"query_start": torch.zeros(3).int()}, r"query_start has shape \(3,\); expected \(4,\)"),
-        ({"query_start": torch.zeros(4).long()}, "query_start is i64; expected i32"),
-        ({"query_start": [0, 1, 2, 3]}, "query_start is of type list; expected a tensor or None"),
-        ({"query_start": torch.tensor([0, 2, 2, 2]).int()}, "row 0 is given 2 tokens; .* to num_tokens = 1"),
-        ({"query_start": torch.tensor([0, 1, 0, 1]).int()}, "row 1 is given -1 tokens"),
-        (
-            {"query_start": torch.tensor([1, 1, 2, 3]).int()},
-            "begins at 1 and ends at 3; query_start goes",
-        ),
-    ],
-)
-def test_bad_commits(changes: dict[str, Any], message: str) -> None:
-    cursor = torch.zeros(6, dtype=torch.int32)
-    good = {
-        "accepted": torch.ones(3, dtype=torch.int32), "ring_start": cursor, "ring_len": cursor.clone(),
-        "slot_index": torch.tensor([0, 1, -1]), "window": 4, "capacity": 5,
-    }  # fmt: skip
-    ops.commit(**good)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=message):
-        ops.commit(**(good | changes))  # type: ignore[arg-type]
-
-
-def test_bad_resets() -> None:
-    cursor = torch.zeros(6, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="reset: slots is fp32"):
-        ops.reset(torch.zeros(2), ring_start=cursor, ring_len=cursor)
-    with pytest.raises(ArgumentError, match="drained: capacity is 1"):
-        ops.drained(torch.zeros(2).long(), ring_start=cursor, ring_len=cursor, capacity=1)
-
-
-def small_call(step: str, rows: int) -> tuple[Any, list[torch.Tensor]]:
-    """Empty caches of four slots and inputs of ones, in the order of the public functions."""
-    spec = spec_of(step, head_dim=4, state_size=4, heads_per_group=1, window=2)
-    given = inputs_of(step, rows, 1, 1, 4, 4, torch.ones)
-    optional = ("D", "z", "dt_bias")
-    inputs = [value for name, value in given.items() if name not in optional]
-    return ops.make_cache(spec, 4, 1, 1, "cpu"), inputs
-
-
-@pytest.mark.parametrize("slot", [4, 2**40])
-def test_a_slot_beyond_the_last_is_refused_on_a_cpu_and_nothing_written(one_token: str, slot: int) -> None:
-    cache, inputs = small_call(one_token, 2)
-    slots = torch.tensor([1, slot])
-    cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
-    before = copy.deepcopy(cache)
-    out = torch.full((2, 1, 4), 7.0)
-    replay, native = getattr(ops, one_token), getattr(ops, one_token.replace("step", "native_step"))
-    calls = (
-        lambda: replay(*inputs, **cache.tensors(), slot_index=slots, window=2, out=out),
-        lambda: native(*inputs, state=cache.state, slot_index=slots, out=out),
-        lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
-        lambda: ops.reset(slots, **cursors),
-        lambda: ops.drained(slots, **cursors, capacity=3),
-    )
-    for bad_call in calls:
-        with pytest.raises(ArgumentError, match=f"row 1 names slot {slot}, but there are 4 slots"):
-            bad_call()
-    assert (out == 7).all()
-    assert all(torch.equal(value, cache.tensors()[name]) for name, value in before.tensors().items())
-
-
-@pytest.mark.parametrize(
-    ("start", "length"), [(-1, 0), (3, 0), (0, -1), (0, 3), (2**31 - 1, 2), (0, 2**31 - 1)]
-)
-def test_cursors_out_of_range_are_refused_on_a_cpu_and_nothing_written(
-    one_token: str, start: int, length: int
-) -> None:
-    cache, inputs = small_call(one_token, 3)
-    cache.ring_start[2], cache.ring_len[2] = start, length
-    cache.ring_len[3] = 2  # flushes
-    slots = torch.tensor([3, -1, 2])
-    cursors: dict[str, Any] = {"ring_start": cache.ring_start, "ring_len": cache.ring_len}
-    before = copy.deepcopy(cache)
-    out = torch.full((3, 1, 4), 7.0)
-    # Without a window, all that is known of a drained ring is its capacity.
-    replay = getattr(ops, one_token)
-    calls = [
-        lambda: replay(*inputs, **cache.tensors(), slot_index=slots, window=2, out=out),
-        lambda: ops.commit(torch.ones_like(slots), **cursors, slot_index=slots, window=2, capacity=3),
-        lambda: ops.drained(slots, **cursors, capacity=3),
-    ][: 2 if length == 3 else 3]
-    for bad_call in calls:
-        with pytest.raises(
-            ArgumentError, match=rf"row 2: .* slot 2 has ring_start {start} and ring_len {length},"
-        ):
-            bad_call()
-    assert (out == 7).all()
-    assert all(torch.equal(value, cache.tensors()[name]) for name, value in before.tensors().items())
-    # Such a slot may be padding, and a reset repairs it.
-    slots[2] = -1
-    calls[0]()
-    ops.reset(torch.tensor([2]), **cursors)
-    slots[2] = 2
-    calls[0]()
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(
-    ("query_start", "accepted", "message"),
-    [
-        (None, [0, 9, 3, 4], "row 3 has accepted 4 tokens, outside of 0 to 3"),
-        (None, [0, 9, -1, 9], "row 2 has accepted -1 tokens, outside of 0 to 3"),
-        (None, [2**31 - 1, 9, 0, 0], "row 0 has accepted 2147483647 tokens, outside of 0 to 3"),
-        ([0, 2, 4, 4, 5], [2, 9, 9, 2], "row 3 has accepted 2 tokens, outside of 0 to 1"),
-        ([0, 2, 4, 4, 5], [3, -9, -9, 0], "row 0 has accepted 3 tokens, outside of 0 to 2"),
-    ],
-)
-def test_counts_that_a_row_does_not_have_are_refused_on_a_cpu_and_nothing_written(
-    query_start: list[int] | None, accepted: list[int], message: str, index_dtype: torch.dtype
-) -> None:
-    """Row 1 is padding by its slot, and row 2 of the packed ones by having no tokens."""
-    start, length = (torch.tensor(held, dtype=torch.int32) for held in ([1, 2, 3, 4], [4, 0, 2, 3]))
-    before = start.clone(), length.clone()
-    starts = None if query_start is None else torch.tensor(query_start, dtype=torch.int32)
-    given: dict[str, Any] = {
-        "ring_start": start, "ring_len": length, "slot_index": torch.tensor([2, -1, 0, 3], dtype=index_dtype),
-        "window": 4, "num_tokens": 3, "capacity": 7, "query_start": starts,
-    }  # fmt: skip
-    counts = torch.tensor(accepted, dtype=index_dtype)
-    with pytest.raises(ArgumentError, match=message) as refused:
-        ops.commit(counts, **given)
-    assert "at most num_tokens, or those that query_start gives it" in refused.value.hint
-    assert torch.equal(start, before[0])
-    assert torch.equal(length, before[1])
-    # What padded rows say stays; the live ones keep all that they have.
-    most = torch.tensor([3, 3, 3, 3] if starts is None else [2, 2, 0, 1], dtype=index_dtype)
-    live = torch.tensor([True, False, starts is None, True])
-    ops.commit(torch.where(live, most, counts), **given)
-    assert length.tolist() == ([3, 0, 3, 3] if starts is None else [4, 0, 2, 1])
 
 
 @pytest.mark.parametrize("scalar", [[4], {}, np.array([4, 4])])
