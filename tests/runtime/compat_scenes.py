@@ -12,7 +12,11 @@ from torch import Tensor
 HEADS, GROUPS, HEAD_DIM, STATE_SIZE = 4, 2, 8, 16
 """Of the small models; in Gated DeltaNet value heads, key heads, value dim and key dim."""
 
-BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+UNTOUCHED = 42.0
+"""What lies in outputs before a call."""
+
+BOUNDS = {F32: 1e-6, BF16: 6e-3, F16: 6e-4}
 """Relative RMS error that results stored in a dtype may have."""
 
 

@@ -16,6 +16,7 @@ from replayssm_tune.runtime import commit, conv_seed, conv_step, drained, reset
 from replayssm_tune.runtime.contracts import CONV_STEP
 from replayssm_tune.runtime.conv_tiles import ConvTile
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
+from tests.runtime.draws import Draws
 
 DTYPES = {
     "fp32": ("fp32", "fp32", "fp32"),
@@ -83,7 +84,7 @@ def convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -
 
 
 @dataclass
-class Run:
+class Run(Draws):
     """A scene under way: its pool, its cursors, and what each sequence has been given so far."""
 
     scene: Scene
@@ -118,13 +119,7 @@ class Run:
         return storage.as_strided((self.scene.slots, self.scene.capacity, self.scene.channels), self.strides)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.g).to(self.dtype)
-
-    def uniform(self) -> float:
-        return float(torch.rand((), generator=self.g))
-
-    def below(self, end: int) -> int:
-        return int(torch.randint(0, end, (), generator=self.g))
+        return super().normal(*shape).to(self.dtype)
 
     @property
     def cursors(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from replayssm_tune.runtime.oracle import Token, recurrence
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import make_pool
 from tests.runtime.calls import cache_of
+from tests.runtime.draws import Draws
 from tests.runtime.folds import MATERIALIZE
 
 STEPS: dict[str, Callable[..., Tensor]] = {"mamba2": ops.mamba2_step, "gdn": ops.gdn_step}
@@ -87,7 +88,7 @@ class Sequence:
 
 
 @dataclass
-class Run:
+class Run(Draws):
     """A scene under way."""
 
     scene: Scene
@@ -124,17 +125,6 @@ class Run:
             slot = self.free.pop()
             self.alive.append(Sequence([], [slot]))
             self.begin(self.alive[-1])
-
-    # ---- draws ----
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.g)
-
-    def uniform(self) -> float:
-        return float(torch.rand((), generator=self.g))
-
-    def below(self, end: int) -> int:
-        return int(torch.randint(0, end, (), generator=self.g))
 
     def tokens(self, count: int) -> Token:
         """(count, ...) inputs; keys of GDN resemble one another."""

@@ -11,10 +11,14 @@ from torch import Tensor
 from replayssm_tune.runtime import ArgumentError, SpecError
 from replayssm_tune.runtime.compat.flashinfer import checkpointing_ssu, replayssm_materialize
 from tests.runtime.compat_scenes import (
+    BF16,
+    F16,
+    F32,
     GROUPS,
     HEAD_DIM,
     HEADS,
     STATE_SIZE,
+    UNTOUCHED,
     Mamba2,
     Pool,
     bound,
@@ -23,13 +27,12 @@ from tests.runtime.compat_scenes import (
     same_bits,
     softplus,
 )
+from tests.runtime.draws import Draws
 
 SLOTS, ROWS = 8, 5
-F32, BF16 = torch.float32, torch.bfloat16
-UNTOUCHED = 42.0
 
 
-class Checkpointing:
+class Checkpointing(Draws):
     """Sequences that decode by FlashInfer's function, one fp64 recurrence each; cursors are the host's."""
 
     function: Any = staticmethod(checkpointing_ssu)
@@ -41,40 +44,33 @@ class Checkpointing:
         self.capacity = window + num_tokens
         self.state_dtype, self.dtype = state_dtype, dtype
         self.g = torch.Generator().manual_seed(0)
-        first = self.randn(SLOTS, HEADS, HEAD_DIM, STATE_SIZE).to(state_dtype)
+        first = self.normal(SLOTS, HEADS, HEAD_DIM, STATE_SIZE).to(state_dtype)
         self.pools = {
             "state": Pool(*first.shape, dtype=state_dtype, fill=first),
             "x": Pool(SLOTS, HEADS, self.capacity, HEAD_DIM, dtype=dtype),
             "B": Pool(SLOTS, GROUPS, self.capacity, STATE_SIZE, dtype=dtype),
             "dt": Pool(SLOTS, HEADS, self.capacity, dtype=F32),
         }
-        self.rate, self.bias = -torch.rand(HEADS, generator=self.g) - 1.0, self.randn(HEADS) - 1.0
-        self.D = self.randn(HEADS)
+        self.rate, self.bias = -torch.rand(HEADS, generator=self.g) - 1.0, self.normal(HEADS) - 1.0
+        self.D = self.normal(HEADS)
         self.sequences = [Mamba2(state, self.rate, self.D) for state in first]
         self.start = torch.randint(0, self.capacity, (SLOTS,), generator=self.g, dtype=torch.int32)
         self.length = torch.zeros(SLOTS, dtype=torch.int32)
         self.flushed = self.early = 0
 
-    def randn(self, *shape: int) -> Tensor:
-        drawn: Tensor = torch.randn(shape, generator=self.g)
-        return drawn
-
-    def randint(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=self.g))
-
     def inputs(self, *tokens: int) -> dict[str, Any]:
         """Of so many rows and tokens."""
-        wide = self.randn(*tokens, HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE + 8).to(self.dtype)
+        wide = self.normal(*tokens, HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE + 8).to(self.dtype)
         keys, inner = GROUPS * STATE_SIZE, HEADS * HEAD_DIM
         x, B, C, _ = wide.split([inner, keys, keys, 8], -1)
         return {
             "x": x.unflatten(-1, (HEADS, HEAD_DIM)),
-            "dt": self.randn(*tokens, HEADS).to(self.dtype)[..., None].expand(-1, -1, -1, HEAD_DIM),
+            "dt": self.normal(*tokens, HEADS).to(self.dtype)[..., None].expand(-1, -1, -1, HEAD_DIM),
             "A": self.rate[:, None, None].expand(-1, HEAD_DIM, STATE_SIZE),
             "B": B.unflatten(-1, (GROUPS, STATE_SIZE)),
             "C": C.unflatten(-1, (GROUPS, STATE_SIZE)),
             "D": self.D[:, None].expand(-1, HEAD_DIM),
-            "z": self.randn(*tokens, HEADS, HEAD_DIM).to(self.dtype),
+            "z": self.normal(*tokens, HEADS, HEAD_DIM).to(self.dtype),
             "dt_bias": self.bias[:, None].expand(-1, HEAD_DIM),
         }
 
@@ -88,7 +84,7 @@ class Checkpointing:
         """One step of rows in slots (None: in those of their own number), of which ``padding`` are none."""
         named = list(range(ROWS)) if slots is None else slots
         rows = len(named)
-        counts = [self.randint(0, self.num_tokens) if varying else self.num_tokens for _ in named]
+        counts = [self.between(0, self.num_tokens) if varying else self.num_tokens for _ in named]
         bounds = torch.tensor([0, *counts]).cumsum(0).int()
         shape = (1, int(bounds[-1]) + 2) if varying else (rows, self.num_tokens)
         inputs, out = self.inputs(*shape), torch.full((*shape, HEADS, HEAD_DIM), UNTOUCHED, dtype=self.dtype)
@@ -126,7 +122,7 @@ class Checkpointing:
             expected["state"].view[slot] = got
         self.flushed += flushes
         self.early += not flushes and length + self.num_tokens > self.window
-        kept, outputs = self.randint(0, len(tokens)), []
+        kept, outputs = self.between(0, len(tokens)), []
         after_kept = sequence.state
         for i, token in enumerate(tokens):
             delta = softplus(token["dt"][:, 0].double() + self.bias)
@@ -147,7 +143,7 @@ class Checkpointing:
     def draw(self, padding: int) -> list[int]:
         free = [slot for slot in range(SLOTS) if slot != padding]
         chosen = [free[i] for i in torch.randperm(len(free), generator=self.g)[:ROWS].tolist()]
-        chosen[self.randint(0, ROWS - 1)] = padding
+        chosen[self.between(0, ROWS - 1)] = padding
         return chosen
 
 
@@ -243,7 +239,7 @@ def test_states_of_8_bits_and_windows_shorter_than_a_step_are_refused() -> None:
         short.call(torch.empty_like(given["x"]), given)
 
 
-class Layers:
+class Layers(Draws):
     """Caches of layers, by their addresses."""
 
     def __init__(self, dtype: torch.dtype = F32, layers: int = 2, slots: int = 6, capacity: int = 7) -> None:
@@ -257,14 +253,10 @@ class Layers:
         self.pools: dict[str, list[Pool]] = {}
         for name, shape in shapes.items():
             of = F32 if name == "dt" else dtype
-            fill = [self.randn(slots, *shape) for _ in range(layers)]
+            fill = [self.normal(slots, *shape) for _ in range(layers)]
             fill = [value.abs() for value in fill] if name == "dt" else fill
             self.pools[name] = [Pool(slots, *shape, dtype=of, fill=value.to(of)) for value in fill]
         self.rates = [-torch.rand(HEADS, generator=self.g) - 0.5 for _ in range(layers)]
-
-    def randn(self, *shape: int) -> Tensor:
-        drawn: Tensor = torch.randn(shape, generator=self.g)
-        return drawn
 
     def tables(self) -> list[Tensor]:
         listed = []
@@ -294,7 +286,7 @@ class Layers:
         return sequence.state
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_states_after_a_prefix_in_all_layers(dtype: torch.dtype) -> None:
     """Requests 0 and 1 share a source, 3 copies; 4 is skipped by its count, 5 as it is not listed."""
     layers = Layers(dtype, slots=10)

@@ -11,6 +11,9 @@ from torch import Tensor
 from replayssm_tune.runtime import ArgumentError
 from replayssm_tune.runtime.compat import vllm
 from tests.runtime.compat_scenes import (
+    BF16,
+    F16,
+    F32,
     GROUPS,
     HEAD_DIM,
     HEADS,
@@ -24,16 +27,16 @@ from tests.runtime.compat_scenes import (
     same_bits,
     softplus,
 )
+from tests.runtime.draws import Draws
 
 SLOTS, ROWS = 7, 5
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 OUTPUT_ONLY = vllm.selective_state_update_replayssm_output_only
 STATE_AND_OUTPUT = vllm.selective_state_update_replayssm_state_and_output
 GDN = vllm.fused_recurrent_gated_delta_rule_replayssm
 
 
-class Decoding:
+class Decoding(Draws):
     """Sequences that decode by vLLM's Mamba-2 functions, one fp64 recurrence each."""
 
     def __init__(
@@ -46,37 +49,34 @@ class Decoding:
     ) -> None:
         self.length, self.dtype, self.state_dtype = length, dtype, state_dtype
         self.g = torch.Generator().manual_seed(seed)
-        first = self.randn(SLOTS, HEADS, HEAD_DIM, STATE_SIZE).to(state_dtype)
+        first = self.normal(SLOTS, HEADS, HEAD_DIM, STATE_SIZE).to(state_dtype)
         self.state = Pool(*first.shape, dtype=state_dtype, fill=first)
         self.x = Pool(SLOTS, HEADS, length, HEAD_DIM, dtype=dtype)
         self.b = Pool(SLOTS, GROUPS, length, STATE_SIZE, dtype=dtype)
         self.dt = Pool(SLOTS, HEADS, length, dtype=F32)
         self.rate = -torch.rand(HEADS, generator=self.g) - 1.0
-        self.bias = self.randn(HEADS) - 1.0
-        self.D = self.randn(HEADS) if tied_d else self.randn(HEADS, HEAD_DIM)
+        self.bias = self.normal(HEADS) - 1.0
+        self.D = self.normal(HEADS) if tied_d else self.normal(HEADS, HEAD_DIM)
         self.sequences = [Mamba2(state, self.rate, self.D) for state in first]
         self.filled = [0] * SLOTS
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.g)
 
     def caches(self) -> dict[str, Any]:
         return {"x_cache": self.x.view, "dt_cache": self.dt.view, "B_cache": self.b.view}
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
         """By vLLM's names, as vLLM expands them."""
-        wide = self.randn(rows, HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE).to(self.dtype)
+        wide = self.normal(rows, HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE).to(self.dtype)
         x, B, C = wide.split([HEADS * HEAD_DIM, GROUPS * STATE_SIZE, GROUPS * STATE_SIZE], 1)
         D = self.D if self.D.dim() == 2 else self.D[:, None].expand(-1, HEAD_DIM)
         return {
             "x": x.unflatten(1, (HEADS, HEAD_DIM)),
-            "dt": self.randn(rows, HEADS).to(self.dtype)[:, :, None].expand(-1, -1, HEAD_DIM),
+            "dt": self.normal(rows, HEADS).to(self.dtype)[:, :, None].expand(-1, -1, HEAD_DIM),
             "A": self.rate[:, None, None].expand(-1, HEAD_DIM, STATE_SIZE),
             "B": B.unflatten(1, (GROUPS, STATE_SIZE)),
             "C": C.unflatten(1, (GROUPS, STATE_SIZE)),
             "D": D,
             "dt_bias": self.bias[:, None].expand(-1, HEAD_DIM),
-            "z": self.randn(rows, HEADS, HEAD_DIM).to(self.dtype),
+            "z": self.normal(rows, HEADS, HEAD_DIM).to(self.dtype),
         }
 
     def step(
@@ -90,7 +90,7 @@ class Decoding:
         for row in live:
             position[row] = self.filled[slots[row]]
             full = self.filled[slots[row]] == self.length - 1
-            flush[row] = full or float(torch.rand((), generator=self.g)) < 0.2
+            flush[row] = full or self.uniform() < 0.2
         indices = torch.tensor(slots, dtype=torch.int32)
         indices = indices[:, None].expand(-1, 3) if columns else indices
         pools = {"state": self.state, "x": self.x, "b": self.b, "dt": self.dt}
@@ -140,9 +140,7 @@ class Decoding:
         """Slots of a batch in which some rows are padding."""
         free = [slot for slot in range(SLOTS) if slot != null]
         chosen = [free[i] for i in torch.randperm(len(free), generator=self.g)[:ROWS].tolist()]
-        for row in torch.randperm(ROWS, generator=self.g)[
-            : int(torch.randint(3, (), generator=self.g))
-        ].tolist():
+        for row in torch.randperm(ROWS, generator=self.g)[: self.below(3)].tolist():
             chosen[row] = null if row % 2 else -1
         return chosen
 
@@ -296,7 +294,7 @@ def test_gdn_refuses_how_to_launch_and_what_does_not_fit() -> None:
         scene.step([1, 2], mixed_qkv=torch.zeros(2, 95))
 
 
-class GdnDecoding:
+class GdnDecoding(Draws):
     """Sequences that decode by vLLM's Gated DeltaNet function, one fp64 recurrence each."""
 
     def __init__(
@@ -311,17 +309,14 @@ class GdnDecoding:
         self.length, self.dtype, self.state_dtype = length, dtype, state_dtype
         self.normalise, self.scale = normalise, scale
         self.g = torch.Generator().manual_seed(seed)
-        first = self.randn(SLOTS, HEADS, HEAD_DIM, STATE_SIZE).to(state_dtype)
+        first = self.normal(SLOTS, HEADS, HEAD_DIM, STATE_SIZE).to(state_dtype)
         self.state = Pool(*first.shape, dtype=state_dtype, fill=first)
         self.d = Pool(SLOTS, HEADS, length, HEAD_DIM, dtype=dtype)
         self.k = Pool(SLOTS, GROUPS, length, STATE_SIZE, dtype=dtype)
         self.gates = Pool(SLOTS, HEADS, length, dtype=F32)
-        self.A_log, self.bias = self.randn(HEADS).to(dtype), self.randn(HEADS).to(dtype)
+        self.A_log, self.bias = self.normal(HEADS).to(dtype), self.normal(HEADS).to(dtype)
         self.sequences = [Gdn(state, self.A_log, self.bias, scale, normalise) for state in first]
         self.filled = [0] * SLOTS
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.g)
 
     def step(self, slots: list[int], shape: tuple[int, ...] = (), **changes: Any) -> int:
         """One step with the rows' slots, 0 or negative for padding; returns how many rows flushed.
@@ -331,8 +326,8 @@ class GdnDecoding:
         rows = len(slots)
         width = 2 * GROUPS * STATE_SIZE + HEADS * HEAD_DIM
         # Keys are small where nothing normalises them, for a recurrence that does not blow up.
-        mixed = (self.randn(rows, width + 8) * (1.0 if self.normalise else 0.25)).to(self.dtype)[:, :width]
-        a, b = (self.randn(rows, HEADS).to(self.dtype) for _ in range(2))
+        mixed = (self.normal(rows, width + 8) * (1.0 if self.normalise else 0.25)).to(self.dtype)[:, :width]
+        a, b = (self.normal(rows, HEADS).to(self.dtype) for _ in range(2))
         position = torch.tensor([self.filled[max(slot, 0)] for slot in slots], dtype=torch.int32)
         out = torch.full(shape or (rows, 1, HEADS, HEAD_DIM), torch.nan, dtype=self.dtype)
         pools = {"state": self.state, "d": self.d, "k": self.k, "g": self.gates}
@@ -379,7 +374,7 @@ class GdnDecoding:
 
     def draw(self) -> list[int]:
         chosen = (torch.randperm(SLOTS - 1, generator=self.g)[:ROWS] + 1).tolist()
-        chosen[1] = [0, -1, chosen[1]][int(torch.randint(3, (), generator=self.g))]
+        chosen[1] = [0, -1, chosen[1]][self.below(3)]
         return [int(slot) for slot in chosen]
 
 
