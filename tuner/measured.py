@@ -16,16 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..codegen import space
-from ..codegen.compile import Drop, select
-from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
-from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
 from ..runtime.lookup import default_lookup
-from ..runtime.plan import PLAN_ROLES, Plan, Structure, Tile, Variant
+from ..runtime.plan import PLAN_ROLES, Plan, Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row
-from .candidates import Candidates, by_promise, compile_candidates, spec_jobs
+from .admission import Admission, digests
+from .candidates import Candidates, by_promise, spec_jobs
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
@@ -33,7 +31,7 @@ from .invariance import Classes
 from .meter import Budget, Meter
 from .mix import flush_share
 from .progress import Event, Report
-from .records import ROLE_MODES, Cell, Measurement, Timing, score_mode
+from .records import Cell, score_mode
 from .records import Event as Measured
 from .request import Job, Work, curves
 from .rows import CellResult
@@ -77,7 +75,8 @@ class MeasuredTune:
         self._job, self._bench, self._store, self._report = job, bench, store, report
         self._gpu = job.target.gpu
         self._stage = ""
-        self.meter = Meter(bench, store, digest=_digest, progress=self._measured)
+        self.meter = Meter(bench, store, digest=digests, progress=self._measured)
+        self._admission = Admission(bench, store)
         self._curves = curves(job.work)
         self._seeds = {
             (spec, batch): seeds(spec, batch, known)
@@ -100,53 +99,7 @@ class MeasuredTune:
         }
         jobs = by_promise(spec_jobs(self._job.work), likely)
         until_s = self._began + COMPILE_SHARE * (self._deadline - self._began)
-        found: dict[Spec, Candidates] = {}
-        passed: dict[tuple[Spec, Variant], str] = {}
-        # The GPU gates what is compiled while the processors compile what is not.
-        for result in compile_candidates(jobs, pool, self._gpu, found, self._report, until_s):
-            keep = space.points(result.spec, result.variant.structure.role).default
-            kept, _ = select([result], self._gpu.limits, keep)
-            if kept:
-                passed[result.spec, result.variant] = self._gate(result.spec, result.variant)
-        for candidates in found.values():
-            for role, variants in candidates.by_role.items():
-                good = []
-                for variant in variants:
-                    reason = passed[candidates.spec, variant]
-                    if reason:
-                        candidates.dropped.append(Drop(variant, "gate", reason))
-                        candidates.gate_failures.append(f"{candidates.spec.key} {variant.key}: {reason}")
-                    else:
-                        good.append(variant)
-                candidates.by_role[role] = good
-            for default in default_plan(candidates.spec).variants:
-                if default in candidates.by_role[default.structure.role]:
-                    continue
-                why = next(
-                    (d.detail or d.reason for d in candidates.dropped if d.variant == default), "dropped"
-                )
-                raise GateError(
-                    f"the default plan of {candidates.spec.key} cannot run here: {why}",
-                    hint="this is a fault of the default or of the compiler; report it with `plan --json`",
-                )
-        return found
-
-    def _gate(self, spec: Spec, variant: Variant) -> str:
-        """Empty if the point passed, else why not; remembered in the store."""
-        cell, mode, key = Cell(spec, 1), ROLE_MODES[variant.structure.role], variant.key
-        digest = _digest(cell, (variant,))
-        known = self._store.find(cell, mode, key, "gate", digest)
-        if known is None:
-            verdict = self._bench.gate(spec, gate_plan(spec, variant))
-            status = verdict.status if isinstance(verdict, Timing) else "ok" if verdict.passed else "gate"
-            known = self._store.add(
-                Measurement(cell, mode, key, status=status, reason=verdict.reason, tag="gate", digest=digest)
-            )
-        return "" if known.status == "ok" else known.reason or known.status
-
-    def _gated(self, spec: Spec, plan: Plan) -> str:
-        """As :meth:`_gate`, of a whole plan."""
-        return "; ".join(filter(None, (self._gate(spec, variant) for variant in plan.variants)))
+        return self._admission.candidates(jobs, pool, self._gpu, self._report, until_s)
 
     def cells(self, work: Work, found: Mapping[Spec, Candidates], share: float = 1.0) -> list[CellResult]:
         """Search and choose along the curve of batches of one spec.
@@ -256,7 +209,7 @@ class MeasuredTune:
         for batch in work.effective_batches:
             plans = {of: served[of, batch] for of in work.specs}
             for of, plan in plans.items():
-                verdict = self._gated(of, plan)
+                verdict = self._admission.refusal(of, plan.variants)
                 if verdict:
                     raise GateError(
                         f"a served plan fails the gate: {verdict}",
@@ -364,7 +317,7 @@ class MeasuredTune:
         """T times a native step, by the kernel that dispatch serves here; None if that cannot run."""
         step = spec.native_step
         plan = default_lookup().find(step, batch, self._gpu.info).plan
-        if self._gated(step, plan):
+        if self._admission.refusal(step, plan.variants):
             return None
         found = self.meter.measure(
             Cell(step, batch), plan.variants, "native", FINAL_REPEATS, f"final{attempt}"
@@ -412,30 +365,9 @@ def _fastest(rankings: Mapping[str, Mapping[int, Ranking]], batch: int) -> dict[
     return {mode: found[0].variant for mode, found in ranked.items() if found}
 
 
-def gate_plan(spec: Spec, variant: Variant) -> Plan:
-    """The plan that takes one kernel through the gate: a branch needs a partner for the other one."""
-    role = variant.structure.role
-    if (role,) in PLAN_ROLES[spec.op]:
-        return Plan((variant,))
-    block = state_block(spec)
-    branches = {
-        "nonflush": Variant(Structure("nonflush"), Tile(16, min(64, block))),
-        "flush": Variant(Structure("flush"), Tile(16, block, min(64, block))),
-    }
-    if spec.verifies:
-        branches = {v.structure.role: v for v in default_plan(spec).variants}
-    branches[role] = variant
-    return Plan(tuple(branches.values()))
-
-
 def workers() -> int:
     """Compiler processes to run: all processors but one, which the bench needs."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-@functools.lru_cache(maxsize=16384)
-def _digest(cell: Cell, variants: tuple[Variant, ...]) -> str:
-    return "+".join(digest_of(cell.spec, variant.structure) for variant in variants)
 
 
 def cache_folder(store: Path | str) -> Path:

@@ -16,7 +16,7 @@ import pytest
 from replayssm_tune.codegen.space import broken_constraint
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
-from replayssm_tune.tuner.measured import gate_plan
+from replayssm_tune.tuner.admission import gate_plan
 from tests.interpreter import run_interpreted
 
 STEP = Spec("mamba2", "step", 32, 32, 4, 4, activation_dtype="fp16", ring_dtype="fp16")

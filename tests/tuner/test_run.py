@@ -14,6 +14,7 @@ from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Variant
 from replayssm_tune.runtime.table import load
 from replayssm_tune.tuner import choose, measured, run
+from replayssm_tune.tuner.admission import gate_plan
 from replayssm_tune.tuner.errors import GateError, StoreError
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Timing
@@ -302,7 +303,7 @@ def test_a_branch_goes_through_the_gate_with_a_partner(drafts: int) -> None:
     spec = job(Path(), drafts=drafts).work[0].spec
     for role in ("both", "nonflush", "flush"):
         for variant in space.points(spec, role).variants[:3]:
-            plan = measured.gate_plan(spec, variant)
+            plan = gate_plan(spec, variant)
             assert variant in plan.variants
             assert plan.roles == (("both",) if role == "both" else ("nonflush", "flush"))
             assert all(space.broken_constraint(spec, v) == "" for v in plan.variants)
