@@ -35,9 +35,10 @@ from benchmarks.summary import RESULTS
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.oracle import Ideal, Recurrence, Token, round_to
 from replayssm_tune.runtime.spec import DTYPE_BYTES, Spec
+from replayssm_tune.tuner.draws import KEY_COSINE
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR
 from replayssm_tune.tuner.runfile import today, write_run
-from replayssm_tune.tuner.trajectory import KEY_COSINE, Trajectory, relative_rms
+from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
 
 LAYERS = (
     Spec("mamba2", "step", 64, 128, 8, 16),

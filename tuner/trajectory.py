@@ -17,13 +17,8 @@ from torch import Tensor
 from ..runtime.dtypes import TORCH_DTYPES
 from ..runtime.oracle import Ideal, Oracle, Token, recurrence
 from ..runtime.spec import Spec
+from .draws import Draws
 from .pool import Pool, make_pool
-
-KEY_COSINE = 0.7
-"""Cosine between two keys of a head of GDN, on average: what the delta rule corrects must occur."""
-KEY_NORMS = (1e-3, 10.0)
-"""Range of the norms of raw q and k where the kernel normalises them, log-uniform: the least ones are
-where the epsilon under the root counts."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ class Trajectory:
         self.null_slot, self.device, self._seed = null_slot, torch.device(device), seed
         each = spec.num_tokens if spec.op == "native_verify" else 1
         self._slots = 2 * each * sequences + 2 if slots is None else slots
-        self._accept, self._attend, self._packed, self._deltas = accept, attend, packed, deltas
+        self._accept, self._attend, self._packed = accept, attend, packed
         self._index_dtype, self._gap_bytes = index_dtype, gap_bytes
         self.capacity = spec.ring_capacity
         if capacity is not None and self.capacity:
@@ -209,15 +204,12 @@ class Trajectory:
             else:
                 self._len.fill_(ring_len)
         self.recurrence = recurrence(spec, self.A, D=self.D, dt_bias=self.dt_bias)
-        self._key: Tensor | None = None
-        if spec.family == "gdn":
-            common = torch.randn(self.groups, spec.state_size, generator=g)
-            self._key = common / common.square().mean(-1, keepdim=True).sqrt()
+        self._draws = Draws(spec, heads, g, deltas, self.dt_bias, self.device)
         self._previous = torch.ones(sequences, dtype=torch.long)
         if each > 1:
             self._previous = torch.randint(1, each + 1, (sequences,), generator=g)
         history = max(1, int(self._len.max()))
-        self._history = [self._draw(sequences) for _ in range(history)]
+        self._history = [self._draws.tokens(sequences) for _ in range(history)]
         self._state_of_draws = g.get_state()
 
     def pool(self) -> Pool:
@@ -261,7 +253,7 @@ class Trajectory:
         for number in range(self.steps):
             is_packed = math.ceil((number + 1) * self._packed) > math.ceil(number * self._packed)
             rows = self._arrange(previous, length, is_packed and spec.verifies)
-            inputs = self._draw(rows.tokens)
+            inputs = self._draws.tokens(rows.tokens)
             nobodys = torch.ones(rows.tokens, dtype=torch.bool, device=device)
             nobodys[rows.new] = False
             for tensor in inputs:
@@ -396,41 +388,6 @@ class Trajectory:
             tokens=len(owner) + spare,
         )
         return arranged.to(self.device)
-
-    def _draw(self, tokens: int) -> Token:
-        """Inputs of ``tokens`` tokens, in the activation dtype."""
-        g, spec = self._generator, self.spec
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=g)
-
-        def key() -> Tensor:
-            value = normal(tokens, self.groups, spec.state_size)
-            if self._key is None:
-                return value
-            value = math.sqrt(KEY_COSINE) * self._key + math.sqrt(1 - KEY_COSINE) * value
-            value /= value.norm(dim=-1, keepdim=True)
-            if spec.qk_l2norm:
-                value *= self._log_uniform(KEY_NORMS, tokens, self.groups, 1)
-            return value
-
-        delta = self._log_uniform(self._deltas, tokens, self.heads)
-        dt = delta + torch.log(-torch.expm1(-delta)) if spec.dt_softplus else delta
-        if self.dt_bias is not None:
-            dt = dt - self.dt_bias.cpu()
-        token = Token(
-            x=normal(tokens, self.heads, spec.head_dim),
-            dt=dt,
-            B=key(),
-            C=key(),
-            z=normal(tokens, self.heads, spec.head_dim) if spec.has_z else None,
-            beta=normal(tokens, self.heads) if spec.family == "gdn" else None,
-        )
-        return token.to(TORCH_DTYPES[spec.activation_dtype], self.device)
-
-    def _log_uniform(self, bounds: tuple[float, float], *shape: int) -> Tensor:
-        low, high = (math.log(bound) for bound in bounds)
-        return torch.empty(shape, dtype=torch.float64).uniform_(low, high, generator=self._generator).exp()
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.oracle import Token, recurrence
 from replayssm_tune.runtime.spec import Spec
+from replayssm_tune.tuner.draws import KEY_COSINE
 from replayssm_tune.tuner.pool import make_pool
 from tests.runtime.calls import cache_of
 from tests.runtime.draws import Draws
@@ -132,7 +133,7 @@ class Run(Draws):
         key = self.normal(count, groups, scene.state_size)
         gdn = scene.family == "gdn"
         if gdn:
-            key = math.sqrt(0.7) * self._key + math.sqrt(0.3) * key
+            key = math.sqrt(KEY_COSINE) * self._key + math.sqrt(1 - KEY_COSINE) * key
         return Token(
             x=self.normal(count, scene.heads, scene.head_dim),
             dt=torch.where(torch.rand(count, scene.heads, generator=self.g) < 0.2, scene.large, -2.0)
