@@ -1,25 +1,22 @@
 """Leaving one stage out of a generated module."""
 
 import ast
-import dataclasses
 
 import pytest
 
 from benchmarks import stages
 from replayssm_tune.codegen.render import render
 from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Structure
-from replayssm_tune.runtime.spec import Spec
+from tests.specs import GDN, drafts
+from tests.specs import P64 as SPEC
 
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
 STRUCTURES = (
     Structure("both", load="early"),
     Structure("both"),
     Structure("both", readout="dot"),
     Structure("both", "precomputed"),
 )
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
-VERIFY = dataclasses.replace(SPEC, op="verify", num_tokens=4)
-GDN_VERIFY = dataclasses.replace(GDN, op="verify", num_tokens=4)
+VERIFY, GDN_VERIFY = drafts(SPEC), drafts(GDN)
 KERNELS = (
     *((SPEC, structure) for structure in STRUCTURES),
     *((GDN, structure) for structure in STRUCTURES[:3]),

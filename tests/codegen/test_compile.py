@@ -32,12 +32,12 @@ from replayssm_tune.runtime.conv_tiles import ConvSpec, ConvTile
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import CompileError, ToolchainError
 from replayssm_tune.runtime.plan import Structure, Tile, Variant
-from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.interpreted import small_variant
+from tests.paths import ROOT
+from tests.specs import GDN, drafts
+from tests.specs import P64 as SPEC
 
 H200 = targets.find("H200")
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
 DEFAULT = default_plan(SPEC).variants[0]
 SAMPLE = (
     (SPEC, DEFAULT),
@@ -235,7 +235,7 @@ def test_an_interrupt_leaves_no_process(tmp_path):
         "        for result in pool.run(SAMPLE * 50):\n"
         "            print(*(child.pid for child in processes()), flush=True)\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    path = os.pathsep.join([str(ROOT), *sys.path])
     caller = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -288,19 +288,12 @@ def reasons(*results, keep=None):
     return [r.variant for r in kept], {drop.variant: (drop.reason, drop.detail) for drop in dropped}
 
 
-def drafts(num_tokens, **changes):
-    return dataclasses.replace(SPEC, op="verify", num_tokens=num_tokens, **changes)
-
-
-def gdn_drafts(num_tokens, **changes):
-    return dataclasses.replace(GDN, op="verify", num_tokens=num_tokens, **changes)
-
-
 @pytest.mark.parametrize("spec", [
-    drafts(4), drafts(8), drafts(16),
-    drafts(4, head_dim=80, heads_per_group=12), drafts(8, head_dim=128, heads_per_group=3),
-    drafts(4, head_dim=128, ring_dtype="fp32"), drafts(4, state_size=256), drafts(8, window=64),
-    gdn_drafts(4), gdn_drafts(8), gdn_drafts(16), gdn_drafts(4, ring_dtype="fp32"),
+    drafts(SPEC, 4), drafts(SPEC, 8), drafts(SPEC, 16),
+    drafts(SPEC, 4, head_dim=80, heads_per_group=12), drafts(SPEC, 8, head_dim=128, heads_per_group=3),
+    drafts(SPEC, 4, head_dim=128, ring_dtype="fp32"), drafts(SPEC, 4, state_size=256),
+    drafts(SPEC, 8, window=64),
+    drafts(GDN, 4), drafts(GDN, 8), drafts(GDN, 16), drafts(GDN, 4, ring_dtype="fp32"),
 ], ids=lambda spec: spec.key)  # fmt: skip
 def test_coefficients_of_drafts_fit_in_registers(spec, cache_dir):
     structure = Structure("nonflush", "precomputed", readout="dot", scores="dot")
@@ -311,7 +304,9 @@ def test_coefficients_of_drafts_fit_in_registers(spec, cache_dir):
 
 
 STRUCTURES = [
-    (spec, structure) for spec in (SPEC, GDN, drafts(3), gdn_drafts(3)) for structure in structures(spec)
+    (spec, structure)
+    for spec in (SPEC, GDN, drafts(SPEC, 3), drafts(GDN, 3))
+    for structure in structures(spec)
 ]
 
 

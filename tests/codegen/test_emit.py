@@ -15,6 +15,7 @@ from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.modules import module_name
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.table import load, save
+from tests.paths import ROOT
 from tests.runtime import table_samples as samples
 
 SPLIT = Plan(
@@ -23,7 +24,6 @@ SPLIT = Plan(
         Variant(Structure("flush", readout="dot"), Tile(64, 64, 64)),
     )
 )
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(batch=128, plan=SPLIT, spec=samples.SPEC, **changes):

@@ -21,27 +21,25 @@ from replayssm_tune.runtime.abi import CONSTEXPRS, parameters
 from replayssm_tune.runtime.modules import module_name
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
+from tests.paths import ROOT
+from tests.specs import GDN, drafts
+from tests.specs import P64 as SPEC
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 UPDATE = "REPLAYSSM_UPDATE_GOLDEN"
 
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
 ODD = Spec(
     "mamba2", "step", 80, 96, 12, 16,
     activation_dtype="fp16", ring_dtype="fp16", state_dtype="fp16", has_z=True,
 )  # fmt: skip
 
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
 GDN_ODD = Spec(
     "gdn", "step", 80, 96, 3, 5,
     activation_dtype="fp16", ring_dtype="fp32", state_dtype="fp16", has_d=False, has_dt_bias=False,
 )  # fmt: skip
 
-VERIFY = replace(SPEC, op="verify", num_tokens=4)
-VERIFY_ODD = replace(ODD, op="verify", num_tokens=9)
-GDN_VERIFY = replace(GDN, op="verify", num_tokens=4)
-GDN_VERIFY_ODD = replace(GDN_ODD, op="verify", num_tokens=3)
+VERIFY, VERIFY_ODD = drafts(SPEC), drafts(ODD, 9)
+GDN_VERIFY, GDN_VERIFY_ODD = drafts(GDN), drafts(GDN_ODD, 3)
 
 CASES = {
     "both_early": (SPEC, Structure("both", load="early")),

@@ -18,14 +18,11 @@ from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.admission import gate_plan
 from tests.interpreter import run_interpreted
+from tests.specs import drafts
 
 STEP = Spec("mamba2", "step", 32, 32, 4, 4, activation_dtype="fp16", ring_dtype="fp16")
 GDN = dataclasses.replace(STEP, family="gdn", has_d=False, qk_l2norm=True)
 DOTS = {"readout": "dot", "scores": "dot"}
-
-
-def drafts(spec: Spec) -> Spec:
-    return dataclasses.replace(spec, op="verify", num_tokens=3)
 
 
 FOLDING, READING = Tile(16, 32, 16), Tile(16, 32)
@@ -37,11 +34,11 @@ CASES: dict[str, tuple[Spec, Structure, Tile]] = {
     "gdn": (GDN, Structure("both"), FOLDING),
     "gdn-rebuild": (GDN, Structure("both", route="rebuild"), FOLDING),
     "prologue": (STEP, Structure("both", "prologue", **DOTS), Tile(32, 32, 16)),
-    "drafts": (drafts(STEP), Structure("both", "precomputed", **DOTS), FOLDING),
-    "drafts-prologue": (drafts(STEP), Structure("both", "prologue", **DOTS), Tile(32, 32, 16)),
-    "gdn-drafts": (drafts(GDN), Structure("both", **DOTS), FOLDING),
+    "drafts": (drafts(STEP, 3), Structure("both", "precomputed", **DOTS), FOLDING),
+    "drafts-prologue": (drafts(STEP, 3), Structure("both", "prologue", **DOTS), Tile(32, 32, 16)),
+    "gdn-drafts": (drafts(GDN, 3), Structure("both", **DOTS), FOLDING),
     "gdn-drafts-inverse": (
-        drafts(GDN),
+        drafts(GDN, 3),
         Structure("nonflush", "precomputed", **DOTS, solve="inverse"),
         READING,
     ),

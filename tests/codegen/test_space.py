@@ -14,18 +14,14 @@ from replayssm_tune.codegen.space import AXES, CONSTRAINTS, broken_constraint, p
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import ROLES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
-
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
+from tests.specs import GDN
+from tests.specs import P64 as SPEC
+from tests.specs import drafts as verifying
 
 
 def with_role(spec, role):
     """The spec of the same layer whose kernels have that role."""
     return {"native": spec.native, "materialize": spec.materialize}.get(role, spec)
-
-
-def verifying(spec, num_tokens=4):
-    return dataclasses.replace(spec, op="verify", num_tokens=num_tokens)
 
 
 specs = st.builds(
@@ -132,10 +128,7 @@ def test_points_of_gdn_that_won_on_an_h200_are_in(key):
 ])  # fmt: skip
 def test_points_of_drafts_that_won_on_an_h200_are_in(spec, key):
     variant = Variant.parse(key)
-    assert (
-        variant
-        in points(dataclasses.replace(spec, op="verify", num_tokens=4), variant.structure.role).variants
-    )
+    assert variant in points(verifying(spec), variant.structure.role).variants
 
 
 def broken(structure, spec=SPEC, **tile):
@@ -146,8 +139,8 @@ def broken(structure, spec=SPEC, **tile):
 def test_every_constraint_rejects_what_it_names():
     wide = dataclasses.replace(SPEC, activation_dtype="fp32", ring_dtype="fp32")
     mixed = dataclasses.replace(SPEC, state_dtype="fp16")
-    drafts = dataclasses.replace(SPEC, op="verify", num_tokens=4)
-    of_three = dataclasses.replace(GDN, op="verify", num_tokens=4, heads_per_group=3)
+    drafts = verifying(SPEC)
+    of_three = verifying(GDN, heads_per_group=3)
     by_dots = {"readout": "dot", "scores": "dot"}
     dot = Structure("nonflush", readout="dot")
     found = [

@@ -15,8 +15,8 @@ from replayssm_tune.codegen import catalogue
 from replayssm_tune.runtime import checks, signatures
 from replayssm_tune.runtime.abi import launch_structure, tensor_arguments
 from replayssm_tune.tuner.cli.main import cli
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [path for place in ("*.md", "docs/*.md", "examples/*.md") for path in sorted(ROOT.glob(place))]
 
 BLOCK = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)

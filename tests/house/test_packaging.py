@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 ROOMS = ("codegen", "generated", "runtime", "templates", "tuner")
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "build", "dist", "benchmarks", "docs", "tests"

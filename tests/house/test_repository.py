@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 # A letter of each in brackets, so that this file passes its own test.
 ELSEWHERE = re.compile(

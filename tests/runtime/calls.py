@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,20 +12,6 @@ from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import Pool
-
-P64 = Spec("mamba2", "step", 64, 128, 16, 16)
-P64_BF16 = replace(P64, state_dtype="bf16")
-P80 = Spec("mamba2", "step", 80, 128, 12, 16)
-"""Specs whose kernels and table rows ship."""
-
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
-GDN_BF16 = replace(GDN, state_dtype="bf16")
-
-
-def drafts(spec: Spec, num_tokens: int = 4) -> Spec:
-    """The spec of the same layer where rows have up to so many tokens."""
-    return replace(spec, op="verify", num_tokens=num_tokens)
-
 
 CACHES = ("state", "ring_x", "ring_b", "ring_decay")
 CURSORS = ("ring_start", "ring_len")

@@ -22,6 +22,7 @@ from replayssm_tune.tuner.appends import expected_append
 from replayssm_tune.tuner.pool import Pool
 from replayssm_tune.tuner.trajectory import Step, Trajectory, relative_rms
 from tests.runtime.calls import cache_of
+from tests.specs import drafts, small
 
 
 @dataclass
@@ -38,16 +39,10 @@ class Errors:
 
 
 def make_spec(op: str = "step", family: str = "mamba2", **changes: object) -> Spec:
-    """A small fp32 spec; of ``changes``, inputs that Mamba-2 alone has do nothing to another family."""
-    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
-    fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
-    if family == "gdn":
-        fields |= {"qk_l2norm": True} | changes | {"has_d": False, "has_z": False}
-    else:
-        fields |= changes
-    spec = Spec(family, "step", **fields)
+    """A small spec of any op; ``changes`` as :func:`tests.specs.small` takes them."""
+    spec = small(family, **changes)
     if op.endswith("verify"):
-        spec = replace(spec, op="verify", num_tokens=min(3, spec.window))
+        spec = drafts(spec, min(3, spec.window))
     return spec.native if op.startswith("native") else spec
 
 

@@ -21,6 +21,7 @@ from replayssm_tune.runtime.oracle import Token, recurrence
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.draws import KEY_COSINE
 from replayssm_tune.tuner.pool import make_pool
+from tests import specs
 from tests.runtime.calls import cache_of
 from tests.runtime.draws import Draws
 from tests.runtime.folds import MATERIALIZE
@@ -34,10 +35,8 @@ NATIVE: dict[str, Callable[..., Tensor]] = {
 
 def spec_of(family: str, window: int = 4, num_tokens: int = 2, dtype: str = "fp32", **changes: Any) -> Spec:
     """A small spec with all optional inputs of its family; ``dtype`` is that of activations and ring."""
-    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2}
-    fields |= {"activation_dtype": dtype, "ring_dtype": dtype}
-    fields |= {"has_d": False, "qk_l2norm": True} if family == "gdn" else {"has_z": True}
-    return Spec(family, "verify", window=window, num_tokens=num_tokens, **(fields | changes))
+    fields = {"window": window, "activation_dtype": dtype, "ring_dtype": dtype, "has_z": True}
+    return specs.drafts(specs.small(family, **fields | changes), num_tokens)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 
 from replayssm_tune.runtime import contracts, ops
 from replayssm_tune.runtime.spec import Spec
+from tests.specs import drafts, small
 
 HEADS, GROUPS, ROWS, SLOTS, WINDOW, NUM_TOKENS = 4, 2, 3, 6, 4, 2
 
@@ -34,6 +35,8 @@ CONTRACTS = {
         contracts.GDN_NATIVE_VERIFY,
     )
 }
+FOLDS = {contract.name: contract for contract in (contracts.MAMBA2_MATERIALIZE, contracts.GDN_MATERIALIZE)}
+"""Those that materialise states have no output."""
 
 NO_TENSORS = [
     (None, "None"),
@@ -46,18 +49,14 @@ NO_TENSORS = [
 
 def named(op: str, kernel: str) -> str:
     """What the public function calls a kernel's argument."""
-    contract = CONTRACTS[op]
+    contract = (CONTRACTS | FOLDS)[op]
     return contract.names[contract.kernel_names.index(kernel)]
 
 
 def spec_of(op: str, **changes: Any) -> Spec:
-    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": HEADS // GROUPS}
-    fields |= {"window": WINDOW, "activation_dtype": "fp32", "ring_dtype": "fp32"} | changes
-    if CONTRACTS[op].family == "gdn":
-        fields |= {"has_d": False, "qk_l2norm": True}
-    verifies = "verify" in op
-    fields |= {"num_tokens": NUM_TOKENS} if verifies else {}
-    return Spec(CONTRACTS[op].family, "verify" if verifies else "step", **fields)
+    sizes = {"heads_per_group": HEADS // GROUPS, "window": WINDOW}
+    spec = small(CONTRACTS[op].family, **sizes | changes)
+    return drafts(spec, NUM_TOKENS) if "verify" in op else spec
 
 
 def packing(rows: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.admission import gate_plan
 from tests.codegen.interpreted_gate import bits, rows_that_differ
-from tests.runtime.calls import GDN, GDN_BF16, P64, P64_BF16, drafts
+from tests.specs import GDN, GDN_BF16, P64, P64_BF16, drafts
 
 SPECS = {
     "p64-fp32": P64,

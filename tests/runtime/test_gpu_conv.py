@@ -15,8 +15,9 @@ import torch
 
 from replayssm_tune.runtime import commit, compiled, conv_seed, conv_step, reset, warmup, warmup_conv
 from tests.runtime import conv_scenes
-from tests.runtime.calls import P64_BF16, captured
+from tests.runtime.calls import captured
 from tests.runtime.conv_scenes import Scene, same
+from tests.specs import P64_BF16
 
 WINDOW, WIDTH = 16, 4
 

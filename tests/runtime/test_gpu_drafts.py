@@ -14,19 +14,9 @@ import torch
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import relative_rms
-from tests.runtime.calls import (
-    GDN,
-    GDN_BF16,
-    P64,
-    P64_BF16,
-    call,
-    captured,
-    commit,
-    copied,
-    drafts,
-    random_call,
-)
+from tests.runtime.calls import call, captured, commit, copied, random_call
 from tests.runtime.drafts import Scene, lives
+from tests.specs import GDN, GDN_BF16, P64, P64_BF16, drafts
 
 families = pytest.mark.parametrize("spec", [P64, GDN], ids=["mamba2", "gdn"])
 small_states = pytest.mark.parametrize("spec", [P64_BF16, GDN_BF16], ids=["mamba2", "gdn"])

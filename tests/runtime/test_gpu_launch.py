@@ -23,19 +23,8 @@ from replayssm_tune.runtime.errors import DispatchError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import make_pool
 from replayssm_tune.tuner.trajectory import Trajectory
-from tests.runtime.calls import (
-    GDN,
-    GDN_BF16,
-    P64,
-    P64_BF16,
-    caches_of,
-    call,
-    captured,
-    commit,
-    copied,
-    drafts,
-    random_call,
-)
+from tests.runtime.calls import caches_of, call, captured, commit, copied, random_call
+from tests.specs import GDN, GDN_BF16, P64, P64_BF16, drafts
 
 # Kernels of GDN are rendered where none ship: tests with a spec take the fixture `renders`.
 small_states = pytest.mark.parametrize(
@@ -208,7 +197,8 @@ def test_compiled_as_one_graph(device: str, renders: None, backend: str, spec: S
 
 FRESH = """
 import sys, torch
-from tests.runtime.calls import P64, P64_BF16, call, random_call
+from tests.runtime.calls import call, random_call
+from tests.specs import P64, P64_BF16
 device = sys.argv[1]
 for spec in (P64_BF16, P64, P64.native):
     given = random_call(spec, 14, 16, device)

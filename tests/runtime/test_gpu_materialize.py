@@ -17,10 +17,10 @@ from replayssm_tune.runtime.oracle import round_to
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
-from tests.runtime.calls import GDN, GDN_BF16, P64, P64_BF16, P80, cache_of, captured
+from tests.runtime.calls import cache_of, captured
 from tests.runtime.folds import Fold, fold
+from tests.specs import GDN, GDN_BF16, ODD, P64, P64_BF16, P80
 
-ODD = Spec("mamba2", "step", 80, 96, 12, 8, activation_dtype="fp16", state_dtype="fp16", ring_dtype="fp16")
 GDN_ODD = Spec("gdn", "step", 48, 96, 3, 8, activation_dtype="fp16", ring_dtype="fp32", has_d=False)
 
 FOLDS: dict[str, tuple[Spec, dict[str, Any]]] = {

@@ -19,20 +19,8 @@ from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile,
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR, Gate
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
-from tests.runtime.calls import (
-    CURSORS,
-    GDN,
-    GDN_BF16,
-    P64,
-    P64_BF16,
-    P80,
-    caches_of,
-    call,
-    commit,
-    copied,
-    drafts,
-    random_call,
-)
+from tests.runtime.calls import CURSORS, caches_of, call, commit, copied, random_call
+from tests.specs import GDN, GDN_BF16, ODD, P64, P64_BF16, P80, drafts
 
 GATED_BF16 = dataclasses.replace(P64_BF16, has_z=True)
 EXACT = dataclasses.replace(P64, activation_dtype="fp32", ring_dtype="fp32")
@@ -148,7 +136,6 @@ def tf32(value: torch.Tensor) -> torch.Tensor:
 
 SMALL = Spec("mamba2", "step", 48, 64, 4, 8, state_dtype="bf16")
 SMALL_GDN = Spec("gdn", "step", 48, 64, 2, 8, state_dtype="bf16", has_d=False, qk_l2norm=True)
-ODD = Spec("mamba2", "step", 80, 96, 12, 8, activation_dtype="fp16", state_dtype="fp16", ring_dtype="fp16")
 
 
 def plan(*launches: tuple[Structure, Tile]) -> Plan:

@@ -16,18 +16,6 @@ from replayssm_tune.codegen.targets import find
 from replayssm_tune.runtime import launch
 from replayssm_tune.runtime.abi import TensorArgument, launch_structure, parameters, tensor_arguments
 from replayssm_tune.runtime.checks import check_step
-from replayssm_tune.runtime.contracts import (
-    GDN_MATERIALIZE,
-    GDN_NATIVE_STEP,
-    GDN_NATIVE_VERIFY,
-    GDN_STEP,
-    GDN_VERIFY,
-    MAMBA2_MATERIALIZE,
-    MAMBA2_NATIVE_STEP,
-    MAMBA2_NATIVE_VERIFY,
-    MAMBA2_STEP,
-    MAMBA2_VERIFY,
-)
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import DispatchError
 from replayssm_tune.runtime.lookup import Lookup
@@ -35,16 +23,16 @@ from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from tests.interpreter import run_interpreted
 from tests.runtime.calls import random_call
+from tests.runtime.small_calls import CONTRACTS, FOLDS
 from tests.runtime.table_samples import row, table
+from tests.specs import drafts, small
 
-FIELDS: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
-FIELDS |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
 SPECS = {
-    "mamba2": Spec("mamba2", "step", **FIELDS),
-    "mamba2-gated": Spec("mamba2", "step", **FIELDS, has_z=True),
-    "mamba2-bare": Spec("mamba2", "step", **FIELDS, has_d=False, has_dt_bias=False),
-    "gdn": Spec("gdn", "step", **FIELDS, has_d=False, qk_l2norm=True),
-    "gdn-bare": Spec("gdn", "step", **FIELDS, has_d=False, has_dt_bias=False),
+    "mamba2": small(),
+    "mamba2-gated": small(has_z=True),
+    "mamba2-bare": small(has_d=False, has_dt_bias=False),
+    "gdn": small("gdn"),
+    "gdn-bare": small("gdn", has_dt_bias=False, qk_l2norm=False),
 }
 
 
@@ -67,7 +55,7 @@ def test_launches_of_drafts_agree_with_the_reference(
     name: str, num_tokens: int, packed: bool, native: bool, tmp_path: Path
 ) -> None:
     """As those of one token; rows of padding, without tokens, and tokens that no row owns."""
-    spec = replace(SPECS[name], op="verify", num_tokens=num_tokens)
+    spec = drafts(SPECS[name], num_tokens)
     spec = spec.native if native else spec
     found = run_interpreted("tests.runtime.launched:largest_differences", spec.key, str(tmp_path), packed)
     assert {"out", "state"} <= {*found}
@@ -109,13 +97,7 @@ def test_folds_agree_with_the_reference(
         assert found["elsewhere"] == 0
 
 
-CONTRACTS = [
-    MAMBA2_STEP, MAMBA2_NATIVE_STEP, MAMBA2_VERIFY, MAMBA2_NATIVE_VERIFY, MAMBA2_MATERIALIZE,
-    GDN_STEP, GDN_NATIVE_STEP, GDN_VERIFY, GDN_NATIVE_VERIFY, GDN_MATERIALIZE,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", (CONTRACTS | FOLDS).values(), ids=lambda contract: contract.name)
 def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
     by_kernel = {argument.kernel: argument for argument in contract.arguments}
     assert len(by_kernel) == len(contract.arguments)
@@ -125,7 +107,7 @@ def test_contracts_and_kernels_name_the_same_arguments(contract: Any) -> None:
             continue
         inputs: dict[str, Any] = {"has_d": has_d, "has_z": has_z, "has_dt_bias": has_dt_bias}
         step = Spec(contract.family, "step", 8, 16, 2, 4, **inputs)
-        verify = replace(step, op="verify", num_tokens=3)
+        verify = drafts(step, 3)
         specs = {spec.op: spec for spec in (step, verify, step.native, verify.native, step.materialize)}
         spec = specs[contract.op]
         for argument in tensor_arguments(spec, launch_structure(spec)):
@@ -193,7 +175,7 @@ def test_a_warm_up_compiles_what_calls_of_drafts_will_ask_for(
     monkeypatch.setattr(launch, "_compile_cursors", lambda index, dtype: None)
     monkeypatch.setattr(launch, "plan_for", lambda spec, batch, index: plan)
     monkeypatch.setattr(launch, "_raw_stream", int)
-    spec = replace(SPECS[family], op="verify", num_tokens=3, activation_dtype="fp16", ring_dtype="fp16")
+    spec = drafts(SPECS[family], 3, activation_dtype="fp16", ring_dtype="fp16")
     spec = spec.native if native else spec
     for aligned in (True, False):
         assert launch.compile_ahead(spec, [8, 40], -1, index_dtype, aligned) == 1
@@ -209,7 +191,7 @@ def test_a_warm_up_compiles_what_calls_of_drafts_will_ask_for(
         for name in ("A_log", "A", "D", "dt_bias"):
             if name in given:
                 given[name] = given[name].float()
-        contract = next(c for c in CONTRACTS if c.family == family and c.op == spec.op)
+        contract = next(c for c in CONTRACTS.values() if c.family == family and c.op == spec.op)
         tensors = tuple(given.get(name) for name in contract.names)
         scalars = (True,) if native else (spec.window, spec.num_tokens, True)
         signature = check_step(contract, tensors, scalars)

@@ -17,15 +17,7 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import Pool
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
 from tests.runtime.folds import Fold, fold
-
-DTYPES = [
-    ("fp32", "fp32"),
-    ("bf16", "fp32"),
-    ("bf16", "bf16"),
-    ("fp16", "fp16"),
-    ("fp32", "fp16"),
-]
-"""Of ring and state."""
+from tests.specs import FOLD_DTYPES
 
 
 def every_ring(spec: Spec, capacity: int, **options: Any) -> Fold:
@@ -35,7 +27,7 @@ def every_ring(spec: Spec, capacity: int, **options: Any) -> Fold:
     return fold(spec, len(starts), 4, lengths=lengths, starts=starts, capacity=capacity, **options)
 
 
-@pytest.mark.parametrize(("ring", "state"), DTYPES)
+@pytest.mark.parametrize(("ring", "state"), FOLD_DTYPES)
 @pytest.mark.parametrize("spare", [0, 2])
 def test_every_prefix_of_every_ring(driver: Any, ring: str, state: str, spare: int) -> None:
     """Against the recurrence token by token in fp64; nothing but states of destinations is written."""
@@ -95,7 +87,7 @@ def test_one_source_serves_many_rows(driver: Any) -> None:
     assert not torch.equal(found[0], found[4])
 
 
-@pytest.mark.parametrize(("ring", "state"), DTYPES)
+@pytest.mark.parametrize(("ring", "state"), FOLD_DTYPES)
 def test_bits_are_those_that_a_flush_stores(driver: Any, ring: str, state: str) -> None:
     spec = driver.make_spec(activation_dtype=ring, ring_dtype=ring, state_dtype=state)
     scene = Trajectory(spec, heads=4, ring_len=spec.window, attend=1.0, padded_rows=0, steps=1)

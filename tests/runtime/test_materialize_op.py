@@ -10,25 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from replayssm_tune.runtime import contracts, ops, signatures
+from replayssm_tune.runtime import ops, signatures
 from replayssm_tune.runtime.errors import ArgumentError, SpecError
-from replayssm_tune.runtime.spec import Spec
+from tests import specs
 from tests.runtime.folds import Fold, fold
-from tests.runtime.small_calls import ordered, overload, written
-
-CONTRACTS = {"mamba2": contracts.MAMBA2_MATERIALIZE, "gdn": contracts.GDN_MATERIALIZE}
+from tests.runtime.small_calls import FOLDS, named, ordered, overload, written
 
 
 def small(family: str, **changes: Any) -> Fold:
-    fields: dict[str, Any] = {"head_dim": 8, "state_size": 16, "heads_per_group": 2, "window": 4}
-    fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32", "has_d": False} | changes
-    return fold(Spec(family, "step", **fields), 3, 4, lengths=torch.tensor([2, 4, 3]))
+    return fold(specs.small(family, **changes), 3, 4, lengths=torch.tensor([2, 4, 3]))
 
 
 def renamed(family: str, name: str) -> str:
     """What the family's op calls a kernel's argument."""
-    contract = CONTRACTS[family]
-    return contract.names[contract.kernel_names.index(name)]
+    return named(f"{family}_materialize", name)
 
 
 BAD = [
@@ -258,7 +253,7 @@ def test_meta_tensors_are_checked(family: str) -> None:
 
 
 def test_signature_says_what_a_launcher_needs(family: str) -> None:
-    scene, contract = small(family, state_dtype="fp16"), CONTRACTS[family]
+    scene, contract = small(family, state_dtype="fp16"), FOLDS[f"{family}_materialize"]
 
     def signature_of(scene: Fold) -> Any:
         *tensors, window, _ = positional(scene)

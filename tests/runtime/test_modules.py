@@ -18,9 +18,9 @@ from replayssm_tune.runtime.abi import CONSTEXPRS, parameters
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import DispatchError, SpecError
 from replayssm_tune.runtime.plan import Structure
+from tests.paths import ROOT
 from tests.runtime import table_samples as samples
 
-ROOT = Path(__file__).resolve().parents[2]
 STRUCTURE = default_plan(samples.SPEC).variants[0].structure
 OTHER = dataclasses.replace(samples.SPEC, head_dim=80)
 ASK = """

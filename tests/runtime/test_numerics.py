@@ -12,17 +12,10 @@ import torch
 
 from replayssm_tune.runtime import ops
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
-
-DTYPES = [
-    ("fp32", "fp32", "fp32"),
-    ("bf16", "fp32", "bf16"),
-    ("bf16", "bf16", "bf16"),
-    ("fp16", "fp32", "fp32"),
-    ("fp16", "fp16", "fp16"),
-]
+from tests.specs import STEP_DTYPES
 
 
-@pytest.mark.parametrize(("activation", "state", "ring"), DTYPES)
+@pytest.mark.parametrize(("activation", "state", "ring"), STEP_DTYPES)
 @pytest.mark.parametrize("gap_bytes", [16, 4])
 @pytest.mark.parametrize("null_slot", [None, 0, 5])
 def test_random_trajectories_pass_the_gate(

@@ -23,6 +23,7 @@ from replayssm_tune.runtime.oracle import (
     softplus,
 )
 from replayssm_tune.runtime.spec import Spec
+from tests.specs import small
 
 DATA = Path(__file__).parents[1] / "data"
 INPUTS = {"mamba2": ("x", "dt", "B", "C"), "gdn": ("v", "a", "k", "q", None, "b")}
@@ -62,11 +63,7 @@ def inputs(g: dict[str, torch.Tensor], family: str, step: int, rows: torch.Tenso
 
 
 def spec_of(family: str, **changes: Any) -> Spec:
-    fields: dict[str, Any] = {"head_dim": 16, "state_size": 32, "heads_per_group": 2, "window": 4}
-    fields |= {"activation_dtype": "fp32", "ring_dtype": "fp32"}
-    if family == "gdn":
-        fields |= {"has_d": False, "qk_l2norm": True}
-    return Spec(family, "step", **(fields | changes))
+    return small(family, **{"head_dim": 16, "state_size": 32} | changes)
 
 
 def test_oracle_agrees_with_golden_trajectory(family: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -12,9 +11,10 @@ from hypothesis import given, settings
 from replayssm_tune.runtime.lookup import shipped_tables
 from replayssm_tune.runtime.schema import table_schema, text
 from replayssm_tune.runtime.table import dumps
+from tests.paths import ROOT
 from tests.runtime.table_samples import row, table, tables
 
-PUBLISHED = Path(__file__).parents[2] / "docs" / "table.schema.json"
+PUBLISHED = ROOT / "docs" / "table.schema.json"
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(PUBLISHED.read_text(encoding="utf-8")))
 
 

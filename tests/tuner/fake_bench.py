@@ -8,10 +8,10 @@ import random
 import zlib
 
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
-from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.records import Cell, Environment, Timing, subject_key
+from tests.specs import P64
 
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+SPEC = P64
 GPU = Environment("NVIDIA Fake", (9, 0), 132, triton="3.9.0", torch="2.13.0")
 
 

@@ -6,11 +6,11 @@ import dataclasses
 
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
-from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import Binary, GpuInfo, Row, Table, Toolchain
 from replayssm_tune.tuner.report import Dropped, Served, SpecPlan, Tuned
+from tests.specs import P64
 
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
+SPEC = P64
 GPU = GpuInfo("H200", "nvidia", (9, 0), 132, 150_754_820_096, 62_914_560)
 TWO_LAUNCHES = Plan(
     (

@@ -17,12 +17,12 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.folds import SCENES, Fold, FoldGate
 from replayssm_tune.tuner.interpreted import small_plan, small_spec
 from tests.interpreter import interpreted
+from tests.specs import FOLD_DTYPES
 
 MAMBA2 = Spec("mamba2", "step", 10, 24, 2, 4, activation_dtype="fp32", ring_dtype="fp32").materialize
 GDN = Spec(
     "gdn", "step", 10, 24, 2, 4, activation_dtype="fp32", ring_dtype="fp32", has_d=False, qk_l2norm=True
 ).materialize
-DTYPES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp16")]
 families = pytest.mark.parametrize("spec", [MAMBA2, GDN], ids=["mamba2", "gdn"])
 
 
@@ -45,7 +45,7 @@ def store(served: Fold, states: torch.Tensor) -> None:
     state[served.destination.long()] = states.to(state.dtype)
 
 
-@pytest.mark.parametrize(("ring", "state"), DTYPES)
+@pytest.mark.parametrize(("ring", "state"), FOLD_DTYPES)
 @families
 def test_a_fold_that_is_rounded_once_passes(spec: Spec, ring: str, state: str) -> None:
     verdict = gate_of(with_dtypes(spec, ring, state)).judge(serve)

@@ -13,19 +13,13 @@ from replayssm_tune.tuner import appends
 from replayssm_tune.tuner.gate import Gate, fault_names
 from replayssm_tune.tuner.interpreted import small_spec
 from replayssm_tune.tuner.trajectory import Trajectory
+from tests.specs import STEP_DTYPES
 from tests.tuner import eager, eager_verify
 
-DTYPES = [
-    ("fp32", "fp32", "fp32"),
-    ("bf16", "fp32", "bf16"),
-    ("bf16", "bf16", "bf16"),
-    ("fp16", "fp32", "fp32"),
-    ("fp16", "fp16", "fp16"),
-]
 KINDS = ("mamba2", "gdn", "gdn-l2norm")
 
 
-def spec_of(kind, dtypes=DTYPES[0], op="step"):
+def spec_of(kind, dtypes=STEP_DTYPES[0], op="step"):
     activation, state, ring = dtypes
     gdn = kind != "mamba2"
     spec = Spec(
@@ -37,17 +31,17 @@ def spec_of(kind, dtypes=DTYPES[0], op="step"):
 
 
 @functools.cache
-def scene_of(kind, dtypes=DTYPES[0], op="step"):
+def scene_of(kind, dtypes=STEP_DTYPES[0], op="step"):
     return Trajectory(spec_of(kind, dtypes, op), heads=4, steps=18, null_slot=0)
 
 
 @functools.cache
-def gate_of(kind, dtypes=DTYPES[0], op="step"):
+def gate_of(kind, dtypes=STEP_DTYPES[0], op="step"):
     return Gate(scene_of(kind, dtypes, op), repeats=2)
 
 
 @pytest.mark.parametrize("op", ["step", "native_step"])
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+@pytest.mark.parametrize("dtypes", STEP_DTYPES, ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_correct_step_passes(kind, dtypes, op):
     scene = scene_of(kind, dtypes, op)
@@ -81,7 +75,7 @@ ROWS = {"verify": [(1, 1), (2, 8), (3, 5), (16, 16), (13, 20)], "native_verify":
 
 
 @functools.cache
-def verified_gate(kind, op, num_tokens, window, dtypes=DTYPES[0]):
+def verified_gate(kind, op, num_tokens, window, dtypes=STEP_DTYPES[0]):
     scene = Trajectory(
         eager_verify.spec_of(kind, op, num_tokens, window, dtypes), heads=4, steps=14, null_slot=0
     )
@@ -102,7 +96,7 @@ def test_correct_verification_passes(kind, op, rows):
 
 
 @pytest.mark.parametrize("op", ROWS)
-@pytest.mark.parametrize("dtypes", DTYPES[1:], ids="-".join)
+@pytest.mark.parametrize("dtypes", STEP_DTYPES[1:], ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_correct_verification_passes_with_few_bits(kind, dtypes, op):
     verdict = verdict_of(verified_gate(kind, op, 5, 7, dtypes))
@@ -144,7 +138,7 @@ def assert_refused(verdict, reason):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16])
 def test_the_interpreted_check_has_rows_of_several_tokens(num_tokens):
-    spec = eager_verify.spec_of("gdn", "verify", num_tokens, 16, DTYPES[1])
+    spec = eager_verify.spec_of("gdn", "verify", num_tokens, 16, STEP_DTYPES[1])
     for small in (small_spec(spec), small_spec(spec.native)):
         assert small.num_tokens == min(3, num_tokens)
         assert small.window in (0, 4)
@@ -223,9 +217,8 @@ def test_faults_have_the_names_of_their_family():
 
 def test_a_new_u_is_as_exact_as_what_it_is_the_difference_of():
     """One row, one direction: the second token recalls from the state and from the first, which cancel."""
-    spec = dataclasses.replace(
-        eager_verify.spec_of("gdn", "verify", 2, 4, DTYPES[0]), state_size=1, head_dim=1, heads_per_group=1
-    )
+    spec = eager_verify.spec_of("gdn", "verify", 2, 4, STEP_DTYPES[0])
+    spec = dataclasses.replace(spec, state_size=1, head_dim=1, heads_per_group=1)
     scene = Trajectory(
         spec,
         heads=1,
@@ -261,7 +254,7 @@ def test_a_unit_is_one_in_the_last_place(dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[1]], ids="-".join)
+@pytest.mark.parametrize("dtypes", [STEP_DTYPES[0], STEP_DTYPES[1]], ids="-".join)
 @pytest.mark.parametrize("op", ["step", "verify"])
 def test_an_expected_append_is_what_the_oracle_adds(kind, dtypes, op):
     """Before the first step the pool holds what the ideal has taken in: there the two agree."""

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from replayssm_tune.runtime.defaults import default_plan
-from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner import gpu_worker
 from replayssm_tune.tuner.gpu_bench import GpuBench
 from replayssm_tune.tuner.records import Cell, Environment, Timing
+from tests.specs import P64 as SPEC
 from tests.tuner.tunes import HERE
-
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
 
 
 class Worker:

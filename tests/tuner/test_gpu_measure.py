@@ -16,14 +16,13 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.measure import LayerStack
 from replayssm_tune.tuner.records import score_mode
 from replayssm_tune.tuner.shapes import shape_for
+from tests.specs import GDN_BF16, P64
 
-MAMBA2 = Spec("mamba2", "step", 64, 128, 16, 16)
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True, state_dtype="bf16")
-STEPS = [dataclasses.replace(spec, op=op, num_tokens=n) for spec in (MAMBA2, GDN)
+STEPS = [dataclasses.replace(spec, op=op, num_tokens=n) for spec in (P64, GDN_BF16)
          for op, n in (("step", 1), ("verify", 4), ("verify", 8))]  # fmt: skip
 
 
-SPECS = [*STEPS, *(spec.native for spec in STEPS), MAMBA2.materialize, GDN.materialize]
+SPECS = [*STEPS, *(spec.native for spec in STEPS), P64.materialize, GDN_BF16.materialize]
 
 
 @pytest.mark.gpu

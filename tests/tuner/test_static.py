@@ -25,10 +25,10 @@ from replayssm_tune.tuner import candidates, interpreted, static
 from replayssm_tune.tuner.interpreted import InterpretedGate, small_plan, small_spec
 from replayssm_tune.tuner.progress import Event
 from replayssm_tune.tuner.request import Budget, Job, Target, Work
+from tests.specs import GDN
+from tests.specs import P64 as SPEC
 
 H200 = targets.find("H200")
-SPEC = Spec("mamba2", "step", 64, 128, 16, 16)
-GDN = Spec("gdn", "step", 128, 128, 2, 16, has_d=False, qk_l2norm=True)
 
 
 @pytest.fixture(scope="module")

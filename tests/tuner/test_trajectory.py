@@ -14,6 +14,7 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import commit
 from replayssm_tune.tuner.pool import make_pool
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
+from tests import specs
 
 SPEC = Spec("mamba2", "step", head_dim=6, state_size=10, heads_per_group=2, window=3)
 GDN = dataclasses.replace(SPEC, family="gdn", has_d=False, qk_l2norm=True)
@@ -21,8 +22,7 @@ FAMILIES = pytest.mark.parametrize("spec", [SPEC, GDN], ids=["mamba2", "gdn"])
 
 
 def drafts(spec: Spec, num_tokens: int, window: int = 5) -> Spec:
-    """``spec`` for rows of up to ``num_tokens`` tokens."""
-    return dataclasses.replace(spec, op="verify", num_tokens=num_tokens, window=window)
+    return specs.drafts(spec, num_tokens, window=window)
 
 
 @pytest.mark.parametrize("gap_bytes", [4, 16])
