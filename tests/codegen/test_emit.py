@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replayssm_tune.codegen import emit, files
-from replayssm_tune.codegen.render import SHARED, module_digest, render
+from replayssm_tune.codegen.render import SHARED, render
 from replayssm_tune.runtime.defaults import default_plan, defaults_beside
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.modules import module_name
@@ -27,9 +27,7 @@ SPLIT = Plan(
 
 
 def row(batch=128, plan=SPLIT, spec=samples.SPEC, **changes):
-    digests = tuple(module_digest(render(spec, v.structure)) for v in plan.variants)
-    values = {"plan": plan, "module_digests": digests, "binaries": ((),) * len(digests), **changes}
-    return samples.row(batch, spec, **values)
+    return samples.rendered_row(batch, plan, spec, **changes)
 
 
 def names(*plans, spec=samples.SPEC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -126,6 +127,11 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in given.items()}
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, NaN and all."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 def captured(device: str, body: Callable[[], None]) -> Callable[[], None]:
     """What replays ``body``: a CUDA graph, on a CPU the body itself."""
     if device == "cpu":
@@ -134,3 +140,9 @@ def captured(device: str, body: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         body()
     return graph.replay
+
+
+@pytest.fixture(scope="session")
+def family() -> str:
+    """For modules whose scenes name their specs, and by them their families: the driver runs them once."""
+    return "mamba2"

@@ -47,17 +47,6 @@ class Pool:
         return other
 
 
-def same_bits(tensor: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, NaN and all."""
-    whole = {4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    return torch.equal(tensor.contiguous().view(whole), expected.contiguous().view(whole))
-
-
-def relative(value: Tensor, expected: Tensor) -> float:
-    """Relative RMS error."""
-    return float((value.double() - expected).norm() / expected.norm())
-
-
 def softplus(value: Tensor) -> Tensor:
     """In fp64, of anything."""
     return torch.nn.functional.softplus(value.double(), threshold=1e9)

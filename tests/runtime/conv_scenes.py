@@ -16,6 +16,7 @@ from replayssm_tune.runtime import commit, conv_seed, conv_step, drained, reset
 from replayssm_tune.runtime.contracts import CONV_STEP
 from replayssm_tune.runtime.conv_tiles import ConvTile
 from replayssm_tune.runtime.dtypes import TORCH_DTYPES
+from tests.runtime.calls import same_bits
 from tests.runtime.draws import Draws
 
 DTYPES = {
@@ -261,11 +262,6 @@ class Call:
     """Slot, position in its ring, token, and whether the ring has wrapped, of each live token."""
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal bit by bit, NaN included."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
 def run(
     scene: Scene, step: Callable[..., Tensor] = conv_step, seed: Callable[..., None] = conv_seed
 ) -> dict[str, int]:
@@ -296,7 +292,7 @@ def run(
         ring = state.view(expected)
         for slot, position, token, _ in call.appended:
             ring[slot, position] = call.x[token].to(ring.dtype)
-        assert same(state.storage, expected)
+        assert same_bits(state.storage, expected)
         assert torch.equal(state.start, start)
         assert torch.equal(state.length, length)
 
@@ -343,7 +339,7 @@ def run_kernels(scene: Scene, block: int) -> dict[str, int]:
                 conv_launch.prepare(signature, -1).launch(tensors, tails[-1])
             else:
                 conv.eager_conv_step(*tensors, *tails)
-        assert same(ring, copied)
+        assert same_bits(ring, copied)
         tolerance = TOLERANCE[scene.activation_dtype]
         torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
         return out
@@ -354,6 +350,6 @@ def run_kernels(scene: Scene, block: int) -> dict[str, int]:
         copied = torch.empty_strided(ring.shape, ring.stride(), dtype=ring.dtype).copy_(ring)
         conv.eager_conv_seed(history, copied, ring_start, slots, null(null_slot))
         conv_launch.launch_conv_seed(history, ring, ring_start, slots, null(null_slot))
-        assert same(ring, copied)
+        assert same_bits(ring, copied)
 
     return run(scene, step, seed)

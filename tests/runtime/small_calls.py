@@ -6,10 +6,14 @@ rows of two tokens, of none and of one.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayssm_tune.runtime import contracts, ops
 from replayssm_tune.runtime.spec import Spec
@@ -38,6 +42,7 @@ CONTRACTS = {
 FOLDS = {contract.name: contract for contract in (contracts.MAMBA2_MATERIALIZE, contracts.GDN_MATERIALIZE)}
 """Those that materialise states have no output."""
 
+
 NO_TENSORS = [
     (None, "None"),
     (2.5, "of type float"),
@@ -45,6 +50,18 @@ NO_TENSORS = [
     ([1], "of type list"),
 ]
 """What is given in the place of a tensor, and how messages name it."""
+
+
+@pytest.fixture(params=CONTRACTS)
+def op(request: pytest.FixtureRequest) -> str:
+    """Every op of layers that has an output, by the name of its operator."""
+    return str(request.param)
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest) -> str:
+    """Every one of them with a ring."""
+    return str(request.param)
 
 
 def named(op: str, kernel: str) -> str:
@@ -135,3 +152,18 @@ def positional(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments of a call in the order of the operator's schema."""
     full = {"dt_softplus": True, "qk_l2norm": True, "null_slot": -1, "out": output_like(op, given)} | given
     return ordered(op, full)
+
+
+@contextlib.contextmanager
+def dispatched() -> Iterator[list[str]]:
+    """The ops of this package that the dispatcher is asked for meanwhile, by the names of their operators."""
+    seen: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            namespace, name, *_ = str(function).split(".")
+            seen.extend([name] * (namespace == ops.NAMESPACE))
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        yield seen

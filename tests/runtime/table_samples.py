@@ -7,11 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from replayssm_tune.codegen.render import module_digest, render
 from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import DTYPE_BYTES, FAMILIES, Spec
 from replayssm_tune.runtime.table import Binary, GpuInfo, Row, Table, Toolchain
+from tests.specs import P64
 
-SPEC = Spec("mamba2", "step", head_dim=64, state_size=128, heads_per_group=16, window=16)
+SPEC = P64
 H200 = GpuInfo("H200", "nvidia", (9, 0), 132, 150110011392, 62914560)
 H100 = GpuInfo("NVIDIA H100 80GB HBM3", "nvidia", (9, 0), 132, 85029486592, 52428800)
 H20 = GpuInfo("NVIDIA H20", "nvidia", (9, 0), 78, 102010716160, 62914560)
@@ -22,6 +24,10 @@ TOOLCHAIN = Toolchain("3.6.0", "2.11.0", "580.95")
 def plan(registers: int = 32) -> Plan:
     """Plans of one numerics class, told apart by a number."""
     return Plan((Variant(Structure("both"), Tile(32, 128, 128, max_registers=registers)),))
+
+
+OTHER_CLASS = Plan((Variant(Structure("both"), Tile(16, 128, 128)),))
+"""Of another numerics class than those of :func:`plan`."""
 
 
 def row(batch: int = 128, spec: Spec = SPEC, **changes: Any) -> Row:
@@ -49,6 +55,13 @@ def row(batch: int = 128, spec: Spec = SPEC, **changes: Any) -> Row:
     }
     values.update(changes)
     return Row(**values)
+
+
+def rendered_row(batch: int, made: Plan, spec: Spec, binaries: Any = None, **changes: Any) -> Row:
+    """A row of a plan whose modules are what is rendered now; no binaries are known but those given."""
+    digests = tuple(module_digest(render(spec, v.structure)) for v in made.variants)
+    binaries = ((),) * len(digests) if binaries is None else binaries
+    return row(batch, spec, **{"plan": made, "module_digests": digests, "binaries": binaries, **changes})
 
 
 def static_row(batch: int = 128, spec: Spec = SPEC, **changes: Any) -> Row:

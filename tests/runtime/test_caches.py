@@ -13,10 +13,10 @@ from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.errors import ArgumentError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import Pool, make_pool
-from tests.runtime.calls import cache_of
+from tests.runtime.calls import CACHES, CURSORS, cache_of, same_bits
 from tests.runtime.small_calls import CONTRACTS
 
-PARTS = ("state", "ring_x", "ring_b", "ring_decay", "ring_start", "ring_len")
+PARTS = (*CACHES, *CURSORS)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])
@@ -88,17 +88,13 @@ def filled(spec: Spec = SMALL, slots: int = 5, seed: int = 0, **sizes: Any) -> t
     return cache_of(pool, spec), pool
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("spec", [SMALL, SMALL.native], ids=["ring", "native"])
 def test_snapshots_are_exact_and_in_memory_of_their_own(spec: Spec, index_dtype: torch.dtype) -> None:
     (here, source), (there, target) = filled(spec, seed=1), filled(spec, slots=8, seed=2)
     taken = torch.tensor([3, 0, 4], dtype=index_dtype)
     given = torch.tensor([1, 7, 5], dtype=index_dtype)
-    kept = {name: bits(getattr(here, name)[taken.long()]) for name in PARTS}
+    kept = {name: getattr(here, name)[taken.long()] for name in PARTS}
     before, cursors = target.storage.clone(), (target.ring_start.clone(), target.ring_len.clone())
     snapshot = here.snapshot(taken)
     for pool in (source.storage, source.ring_start, source.ring_len):
@@ -106,7 +102,7 @@ def test_snapshots_are_exact_and_in_memory_of_their_own(spec: Spec, index_dtype:
     for _ in range(2):  # a snapshot may serve again
         there.restore(snapshot, given)
         for name in PARTS:
-            assert torch.equal(bits(getattr(there, name)[given.long()]), kept[name]), name
+            assert same_bits(getattr(there, name)[given.long()], kept[name]), name
     assert {getattr(snapshot.held, name).shape[0] for name in PARTS} == {3}
     # Other slots and the gaps between rows keep their bytes.
     mask = torch.zeros_like(target.storage)
@@ -123,13 +119,13 @@ def test_layers_with_shared_cursors_are_restored_one_by_one() -> None:
     shared = {name: getattr(layers[0], name) for name in ("ring_start", "ring_len")}
     layers = [dataclasses.replace(layer, **shared) for layer in layers]
     slots, others = torch.tensor([2, 4]), torch.tensor([1, 3])
-    expected = [{name: bits(getattr(layer, name)[slots]) for name in PARTS} for layer in layers]
+    expected = [{name: getattr(layer, name)[slots] for name in PARTS} for layer in layers]
     snapshots = [layer.snapshot(slots) for layer in layers]
     ops.reset(torch.arange(5), **shared)
     for layer, snapshot in zip(layers, snapshots, strict=True):
         layer.restore(snapshot, others)
     for layer, parts in zip(layers, expected, strict=True):
-        assert all(torch.equal(bits(getattr(layer, name)[others]), value) for name, value in parts.items())
+        assert all(same_bits(getattr(layer, name)[others], value) for name, value in parts.items())
     assert not shared["ring_len"][slots].any()
 
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from replayssm_tune.runtime import ArgumentError
 from replayssm_tune.runtime.compat import flashinfer, vllm
+from replayssm_tune.tuner.trajectory import relative_rms
 from tests.runtime.calls import captured
-from tests.runtime.compat_scenes import relative
 
 ROWS, SLOTS, HEADS, GROUPS, HEAD_DIM, STATE_SIZE = 4, 6, 4, 2, 16, 32
 WINDOW, TOKENS = 5, 3
@@ -199,7 +199,7 @@ def test_a_replayed_graph_does_what_a_call_on_a_cpu_does(device: str, renders: N
             assert torch.equal(got, value), key
         else:
             written += 1
-            assert relative(got, expected[key].double()) < 1e-5, key
+            assert relative_rms(got, expected[key].double()) < 1e-5, key
     assert written > 1
 
 
@@ -249,4 +249,4 @@ def test_states_at_addresses(device: str, renders: None) -> None:
     assert [not torch.equal(*pair) for pair in zip(before, expected, strict=True)] == [
         slot in (3, 5) for slot in range(SLOTS)
     ]
-    assert relative(folded(device), expected.double()) < 1e-5
+    assert relative_rms(folded(device), expected.double()) < 1e-5

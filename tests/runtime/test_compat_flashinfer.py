@@ -10,6 +10,8 @@ from torch import Tensor
 
 from replayssm_tune.runtime import ArgumentError, SpecError
 from replayssm_tune.runtime.compat.flashinfer import checkpointing_ssu, replayssm_materialize
+from replayssm_tune.tuner.trajectory import relative_rms
+from tests.runtime.calls import same_bits
 from tests.runtime.compat_scenes import (
     BF16,
     F16,
@@ -23,8 +25,6 @@ from tests.runtime.compat_scenes import (
     Pool,
     bound,
     parameters,
-    relative,
-    same_bits,
     softplus,
 )
 from tests.runtime.draws import Draws
@@ -107,7 +107,7 @@ class Checkpointing(Draws):
         live = (want != UNTOUCHED).flatten(1).any(1)
         assert bool((out.flatten(0, 1)[~live] == UNTOUCHED).all())
         if bool(live.any()):
-            error = relative(out.flatten(0, 1)[live], want[live])
+            error = relative_rms(out.flatten(0, 1)[live], want[live])
             assert error < bound(self.state_dtype, self.dtype)
         for name, pool in self.pools.items():
             assert same_bits(pool.memory, expected[name].memory), f"memory of {name}"
@@ -118,7 +118,7 @@ class Checkpointing(Draws):
         flushes = length + len(tokens) > self.window
         if flushes:
             got = self.pools["state"].view[slot]
-            assert relative(got, sequence.state) < bound(self.state_dtype, self.dtype)
+            assert relative_rms(got, sequence.state) < bound(self.state_dtype, self.dtype)
             expected["state"].view[slot] = got
         self.flushed += flushes
         self.early += not flushes and length + self.num_tokens > self.window
@@ -305,7 +305,7 @@ def test_states_after_a_prefix_in_all_layers(dtype: torch.dtype) -> None:
             if src[layer][i] < 0:
                 continue
             got = layers.pools["state"][layer].view[dst[layer][i]]
-            assert relative(got, states[layer][i]) < bound(dtype)
+            assert relative_rms(got, states[layer][i]) < bound(dtype)
             expected.view[dst[layer][i]] = got if count[i] else expected.view[src[layer][i]].clone()
     for name, pools in layers.pools.items():
         for layer, pool in enumerate(pools):
@@ -317,8 +317,8 @@ def test_slots_are_exchanged_between_layers_and_padding_names_any() -> None:
     states = layers.fold(0, 1, 6, 3), layers.fold(1, 2, 6, 3)
     untouched = layers.pools["state"][1].view[0].clone()
     layers.call([[1, 0], [2, 1]], [[2, 3], [1, 0]], [6, 0], [3, 3], [0, 1], pad_slot_id=0)
-    assert relative(layers.pools["state"][0].view[2], states[0]) < 2e-6
-    assert relative(layers.pools["state"][1].view[1], states[1]) < 2e-6
+    assert relative_rms(layers.pools["state"][0].view[2], states[0]) < 2e-6
+    assert relative_rms(layers.pools["state"][1].view[1], states[1]) < 2e-6
     assert torch.equal(layers.pools["state"][1].view[0], untouched)
 
 
@@ -326,7 +326,7 @@ def test_a_slot_may_be_folded_into_itself() -> None:
     layers = Layers(layers=1)
     state = layers.fold(0, 2, 3, 4)
     layers.call([[2]], [[2]], [3], [4], [0])
-    assert relative(layers.pools["state"][0].view[2], state) < 2e-6
+    assert relative_rms(layers.pools["state"][0].view[2], state) < 2e-6
 
 
 @pytest.mark.parametrize("active", [[-1, 0], [-1, -1]])

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from replayssm_tune.runtime import ArgumentError
 from replayssm_tune.runtime.compat import vllm
+from replayssm_tune.tuner.trajectory import relative_rms
+from tests.runtime.calls import same_bits
 from tests.runtime.compat_scenes import (
     BF16,
     F16,
@@ -23,8 +25,6 @@ from tests.runtime.compat_scenes import (
     Pool,
     bound,
     parameters,
-    relative,
-    same_bits,
     softplus,
 )
 from tests.runtime.draws import Draws
@@ -117,7 +117,7 @@ class Decoding(Draws):
             )
             if flush[row]:
                 got = self.state.view[slot]
-                assert relative(got, sequence.state) < 1.5 * bound(self.state_dtype, self.dtype)
+                assert relative_rms(got, sequence.state) < 1.5 * bound(self.state_dtype, self.dtype)
                 after["state"].view[slot] = got
                 self.filled[slot] = 0
             else:
@@ -131,7 +131,7 @@ class Decoding(Draws):
         padded = [row for row in range(rows) if row not in live]
         assert torch.equal(out[padded], torch.full_like(out[padded], 42.0))
         if live:
-            assert relative(out[live], expected[live]) < bound(self.state_dtype, self.dtype)
+            assert relative_rms(out[live], expected[live]) < bound(self.state_dtype, self.dtype)
         for name, pool in pools.items():
             assert same_bits(pool.memory, after[name].memory), f"memory of {name}"
         return int(flush.sum())
@@ -211,7 +211,7 @@ def test_mamba2_of_one_head() -> None:
         assert done.shape == out.shape
         for row, sequence in enumerate(sequences):
             y = sequence.token(x[row : row + 1], softplus(dt[row] + bias), B[row : row + 1], C[row : row + 1])
-            assert relative(done[row], y[0]) < 2e-6
+            assert relative_rms(done[row], y[0]) < 2e-6
 
 
 def test_mamba2_allocates_out_if_it_is_left_out() -> None:
@@ -352,7 +352,7 @@ class GdnDecoding(Draws):
             sequence, place = self.sequences[slot], self.filled[slot]
             expected[row] = sequence.token(mixed[row], a[row], b[row], GROUPS)
             if place == self.length - 1:
-                assert relative(self.state.view[slot], sequence.state) < 2 * bound(
+                assert relative_rms(self.state.view[slot], sequence.state) < 2 * bound(
                     self.dtype, self.state_dtype
                 )
                 after["state"].view[slot] = self.state.view[slot]
@@ -367,7 +367,7 @@ class GdnDecoding(Draws):
         live = [row for row, slot in enumerate(slots) if slot > 0]
         y = out.view(rows, HEADS, HEAD_DIM)
         assert not y[[row for row in range(rows) if row not in live]].any()
-        assert relative(y[live], expected[live]) < 2 * bound(self.dtype, self.state_dtype)
+        assert relative_rms(y[live], expected[live]) < 2 * bound(self.dtype, self.state_dtype)
         for name, pool in pools.items():
             assert same_bits(pool.memory, after[name].memory), f"memory of {name}"
         return flushed

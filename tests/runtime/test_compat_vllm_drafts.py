@@ -9,6 +9,7 @@ import torch
 
 from replayssm_tune.runtime import ArgumentError, SpecError, ops
 from replayssm_tune.runtime.compat import vllm
+from tests.runtime.calls import same_bits
 from tests.runtime.compat_scenes import (
     BF16,
     F32,
@@ -16,7 +17,6 @@ from tests.runtime.compat_scenes import (
     HEADS,
     UNTOUCHED,
     parameters,
-    same_bits,
 )
 from tests.runtime.vllm_drafts import (
     INNER,

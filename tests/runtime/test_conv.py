@@ -24,8 +24,9 @@ from replayssm_tune.runtime import (
     signatures,
 )
 from tests.runtime import conv_scenes
+from tests.runtime.calls import same_bits
 from tests.runtime.conv_calls import CHANNELS, I32, ROWS, arguments, positional, seeding
-from tests.runtime.conv_scenes import DTYPES, Scene, same, scene_of
+from tests.runtime.conv_scenes import DTYPES, Scene, scene_of
 from tests.runtime.small_calls import overload, written
 
 # ---- outputs and rings ----
@@ -103,8 +104,8 @@ def test_a_step_may_be_repeated_before_its_commit() -> None:
         call = run.call()
         first = conv_step(**run.options(call))
         storage = run.storage.clone()
-        assert same(conv_step(**run.options(call)), first)
-        assert same(run.storage, storage)
+        assert same_bits(conv_step(**run.options(call)), first)
+        assert same_bits(run.storage, storage)
         run.advance(call)
 
 
@@ -137,7 +138,7 @@ def test_nobody_there() -> None:
         before = options["ring"].clone()
         out = torch.full_like(options["x"], float("nan"))
         assert not bool(conv_step(**options, out=out).any())
-        assert same(options["ring"], before)
+        assert same_bits(options["ring"], before)
     assert conv_step(**arguments(rows=0)).shape == (0, CHANNELS)
     conv_seed(torch.empty(0, 3, CHANNELS), **seeding(slots=torch.empty(0, dtype=I32)))
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,24 +18,14 @@ from replayssm_tune.tuner.trajectory import relative_rms
 from tests.runtime.calls import call, commit, copied, random_call
 from tests.runtime.drafts import Scene, agree, lives, spec_of
 from tests.runtime.folds import MATERIALIZE
+from tests.runtime.golden import vectors
 from tests.runtime.small_calls import CONTRACTS
 
-DATA = Path(__file__).parents[1] / "data"
 INPUTS = {
     "mamba2": ("x", "dt", "A", "B", "C", "D", None, "dt_bias"),
     "gdn": ("q", "k", "v", "a", "b", "A_log", "dt_bias"),
 }
 """What an op takes first, by the names of the golden trajectories: those with steps are per token."""
-
-
-@pytest.fixture(params=sorted(INPUTS))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def vectors(family: str) -> dict[str, Tensor]:
-    with np.load(DATA / f"{family}.npz") as data:
-        return {name: torch.from_numpy(data[name]) for name in data}
 
 
 def packed(g: dict[str, Tensor], family: str, step: int, counts: list[int]) -> list[Tensor | None]:

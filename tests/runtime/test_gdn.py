@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,14 +12,12 @@ from torch import Tensor
 from replayssm_tune.runtime import ops, reference
 from replayssm_tune.runtime.errors import ArgumentError
 from replayssm_tune.runtime.spec import Spec
-
-VECTORS = Path(__file__).parents[1] / "data" / "gdn.npz"
+from tests.runtime.golden import vectors
 
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Tensor]:
-    with np.load(VECTORS) as data:
-        return {name: torch.from_numpy(data[name]) for name in data}
+    return vectors("gdn")
 
 
 class Rings:

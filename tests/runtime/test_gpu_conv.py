@@ -15,8 +15,8 @@ import torch
 
 from replayssm_tune.runtime import commit, compiled, conv_seed, conv_step, reset, warmup, warmup_conv
 from tests.runtime import conv_scenes
-from tests.runtime.calls import captured
-from tests.runtime.conv_scenes import Scene, same
+from tests.runtime.calls import captured, same_bits
+from tests.runtime.conv_scenes import Scene
 from tests.specs import P64_BF16
 
 WINDOW, WIDTH = 16, 4
@@ -81,7 +81,7 @@ def test_rows_of_every_tile_are_those_of_the_cpu(device: str, num_tokens: int, r
     host: dict[str, Any] = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     y = conv_step(**given)
     torch.testing.assert_close(y.cpu(), conv_step(**host), rtol=8e-3, atol=8e-3)
-    assert same(given["ring"].cpu(), host["ring"])
+    assert same_bits(given["ring"].cpu(), host["ring"])
 
 
 def test_launches_are_equal_bit_by_bit(device: str) -> None:
@@ -90,8 +90,8 @@ def test_launches_are_equal_bit_by_bit(device: str) -> None:
     first = conv_step(**given)
     ring = given["ring"].clone()
     for _ in range(19):
-        assert same(conv_step(**given, out=torch.full_like(first, float("nan"))), first)
-    assert same(given["ring"], ring)
+        assert same_bits(conv_step(**given, out=torch.full_like(first, float("nan"))), first)
+    assert same_bits(given["ring"], ring)
 
 
 def test_graph_replays_any_number_of_live_rows(device: str, forbid_compiling: Callable[[], None]) -> None:
@@ -135,11 +135,11 @@ def test_graph_replays_any_number_of_live_rows(device: str, forbid_compiling: Ca
         replay()
         expected = torch.full_like(out, float("nan"))
         body(other, expected)
-        assert same(out, expected)
+        assert same_bits(out, expected)
         assert bool(out[: live * num_tokens].isfinite().all())
         assert not bool(out[live * num_tokens :].any())
         for name, tensor in other.items():
-            assert same(given[name], tensor), name
+            assert same_bits(given[name], tensor), name
         for name in cursors:
             moved = (given[name] != held[name]).nonzero()[:, 0].tolist()
             assert set(moved) <= set(indices[:live].tolist()), name
@@ -159,8 +159,8 @@ def test_empty_rows_keep_stale_slots(device: str) -> None:
     y = conv_step(**given, query_start=query_start)
     assert bool(y[:5].isfinite().all())
     assert not bool(y[5:].any())
-    assert same(conv_step(**alone, query_start=query_start[:4].contiguous()), y)
-    assert same(given["ring"], alone["ring"])
+    assert same_bits(conv_step(**alone, query_start=query_start[:4].contiguous()), y)
+    assert same_bits(given["ring"], alone["ring"])
 
 
 def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Callable[[], None]) -> None:
@@ -190,12 +190,12 @@ def test_pool_layouts_compile_nothing_again(device: str, forbid_compiling: Calla
         return y
 
     # A ring that is read from position 4 on holds what is needed unless it would have wrapped.
-    assert same(outputs(9, 3, WINDOW), expected)
+    assert same_bits(outputs(9, 3, WINDOW), expected)
     known = compiled.compilations
     forbid_compiling()
     for slots in (8, 40, 200):
         for gap in (0, 3, 16, 128):
-            assert same(outputs(slots, gap, WINDOW + gap % 5), expected)
+            assert same_bits(outputs(slots, gap, WINDOW + gap % 5), expected)
     assert compiled.compilations == known
 
 
@@ -230,8 +230,8 @@ def test_a_warm_up_compiles_everything(
         replay()
         y = torch.full_like(out, float("nan"))
         body(given, expected, y, history)
-        assert same(out, y)
-        assert same(ring, expected)
+        assert same_bits(out, y)
+        assert same_bits(ring, expected)
         assert bool(y.isfinite().all())
     assert compiled.compilations == known
 
@@ -264,8 +264,8 @@ def test_offsets_beyond_32_bits(device: str) -> None:
     large = small | cursors | {"ring": ring, "slot_index": small["slot_index"] + (slots - rows)}
     for name in ("ring", *cursors):
         large[name][slots - rows :] = small[name]
-    assert same(conv_step(**large), conv_step(**small))
-    assert same(ring[slots - rows :], small["ring"])
+    assert same_bits(conv_step(**large), conv_step(**small))
+    assert same_bits(ring[slots - rows :], small["ring"])
     for part in ring[: slots - rows].split(1024):
         assert not bool(part.count_nonzero())
 
@@ -298,4 +298,4 @@ def test_compiled_as_one_graph(device: str, backend: str) -> None:
         y = torch.compile(whole, fullgraph=True, backend=backend)(given)
     torch.testing.assert_close(y, expected, rtol=8e-3, atol=8e-3)
     for name in ("ring", "ring_start", "ring_len"):
-        assert same(given[name], eager[name]), name
+        assert same_bits(given[name], eager[name]), name

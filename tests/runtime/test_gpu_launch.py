@@ -23,8 +23,11 @@ from replayssm_tune.runtime.errors import DispatchError
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.pool import make_pool
 from replayssm_tune.tuner.trajectory import Trajectory
-from tests.runtime.calls import caches_of, call, captured, commit, copied, random_call
+from tests.runtime import calls
+from tests.runtime.calls import caches_of, call, captured, commit, copied, random_call, same_bits
 from tests.specs import GDN, GDN_BF16, P64, P64_BF16, drafts
+
+family = calls.family
 
 # Kernels of GDN are rendered where none ship: tests with a spec take the fixture `renders`.
 small_states = pytest.mark.parametrize(
@@ -32,16 +35,6 @@ small_states = pytest.mark.parametrize(
     [P64_BF16, GDN_BF16, drafts(P64_BF16, 3), drafts(GDN_BF16, 3)],
     ids=["mamba2", "gdn", "mamba2-drafts", "gdn-drafts"],
 )
-
-
-@pytest.fixture(scope="session")
-def family() -> str:
-    """Scenes here name their specs, and by them their families: the driver runs them once."""
-    return "mamba2"
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize(("spec", "seed"), [(P64, 11), (GDN, 15)], ids=["mamba2", "gdn"])
@@ -85,7 +78,7 @@ def test_graph_replays_any_number_of_live_rows(
         expected = torch.full_like(out, float("nan"))
         body(other, expected)
 
-        assert torch.equal(bits(out), bits(expected))
+        assert same_bits(out, expected)
         assert bool(out[:live].isfinite().all())
         assert not bool(out[live:].any())
         assert torch.equal(pool.storage, other.storage)

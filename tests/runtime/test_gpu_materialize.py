@@ -17,9 +17,12 @@ from replayssm_tune.runtime.oracle import round_to
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
+from tests.runtime import calls
 from tests.runtime.calls import cache_of, captured
 from tests.runtime.folds import Fold, fold
 from tests.specs import GDN, GDN_BF16, ODD, P64, P64_BF16, P80
+
+family = calls.family
 
 GDN_ODD = Spec("gdn", "step", 48, 96, 3, 8, activation_dtype="fp16", ring_dtype="fp32", has_d=False)
 
@@ -39,12 +42,6 @@ FOLDS: dict[str, tuple[Spec, dict[str, Any]]] = {
 }
 SPECS = {"mamba2-fp32": P64, "mamba2-bf16": P64_BF16, "gdn-fp32": GDN, "gdn-bf16": GDN_BF16}
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-
-
-@pytest.fixture(scope="session")
-def family() -> str:
-    """Scenes here name their specs, and by them their families: the driver runs them once."""
-    return "mamba2"
 
 
 @pytest.mark.parametrize("name", FOLDS)

@@ -19,8 +19,11 @@ from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile,
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import ERROR_FACTOR, ERROR_FLOOR, Gate
 from replayssm_tune.tuner.trajectory import Trajectory, relative_rms
+from tests.runtime import calls
 from tests.runtime.calls import CURSORS, caches_of, call, commit, copied, random_call
 from tests.specs import GDN, GDN_BF16, ODD, P64, P64_BF16, P80, drafts
+
+family = calls.family
 
 GATED_BF16 = dataclasses.replace(P64_BF16, has_z=True)
 EXACT = dataclasses.replace(P64, activation_dtype="fp32", ring_dtype="fp32")
@@ -63,12 +66,6 @@ SCENES: dict[str, tuple[Spec, dict[str, Any]]] = {
     "gdn-drafts-native": (drafts(GDN).native, {"null_slot": 0}),
     "gdn-drafts-odd-native": (drafts(GDN_ODD, 5).native, {}),
 }
-
-
-@pytest.fixture(scope="session")
-def family() -> str:
-    """Scenes here name their specs, and by them their families: the driver runs them once."""
-    return "mamba2"
 
 
 def scene_of(spec: Spec, device: str, **options: Any) -> Trajectory:

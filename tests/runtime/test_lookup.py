@@ -17,10 +17,21 @@ from replayssm_tune.runtime import lookup
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import DispatchError, TableError
 from replayssm_tune.runtime.lookup import GRID, REACH, STEPS, Lookup, batch_grid, nearest
-from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import GpuInfo, save
-from tests.runtime.table_samples import A100, H20, H100, H200, SPEC, plan, row, specs, static_row, table
+from tests.runtime.table_samples import (
+    A100,
+    H20,
+    H100,
+    H200,
+    OTHER_CLASS,
+    SPEC,
+    plan,
+    row,
+    specs,
+    static_row,
+    table,
+)
 
 H200_NVL = dataclasses.replace(H200, name="NVIDIA H200 NVL", memory_bytes=150754820096)
 GATED = dataclasses.replace(SPEC, has_z=True)
@@ -339,7 +350,6 @@ def test_shipped_tables_can_all_be_read():
 # Batch invariance
 
 ONE_CLASS = plan(8)
-OTHER_CLASS = Plan((Variant(Structure("both"), Tile(16, 128, 128)),))
 WIDE = st.one_of(st.sampled_from(GRID), st.integers(1, 2**20))
 
 

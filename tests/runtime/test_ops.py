@@ -16,6 +16,7 @@ from replayssm_tune.runtime.errors import ArgumentError, ToolchainError
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.trajectory import Trajectory
+from tests.runtime import small_calls
 from tests.runtime.small_calls import (
     CONTRACTS,
     HEADS,
@@ -24,6 +25,7 @@ from tests.runtime.small_calls import (
     STEPS,
     arguments,
     call,
+    dispatched,
     named,
     output_like,
     overload,
@@ -31,17 +33,7 @@ from tests.runtime.small_calls import (
     written,
 )
 
-
-@pytest.fixture(params=CONTRACTS)
-def op(request: pytest.FixtureRequest) -> str:
-    """Every op of layers that has an output, by the name of its operator."""
-    return str(request.param)
-
-
-@pytest.fixture(params=STEPS)
-def step(request: pytest.FixtureRequest) -> str:
-    """Every step with a ring."""
-    return str(request.param)
+op, step = small_calls.op, small_calls.step
 
 
 def test_namespace_is_the_package() -> None:
@@ -183,18 +175,9 @@ def test_direct_call_equals_the_operator(op: str) -> None:
 
 
 def test_modes_and_subclasses_see_the_operator(op: str) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    with Record():
+    with dispatched() as seen:
         call(op, arguments(op))
-    assert any(name.startswith(f"{ops.NAMESPACE}.{op}") for name in seen)
+    assert seen == [op]
 
 
 def test_gradients_are_refused_unless_switched_off(op: str) -> None:

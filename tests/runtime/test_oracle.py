@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,26 +21,16 @@ from replayssm_tune.runtime.oracle import (
     softplus,
 )
 from replayssm_tune.runtime.spec import Spec
+from tests.runtime.golden import vectors
 from tests.specs import small
 
-DATA = Path(__file__).parents[1] / "data"
 INPUTS = {"mamba2": ("x", "dt", "B", "C"), "gdn": ("v", "a", "k", "q", None, "b")}
 """What a step takes, by the names of the golden trajectories."""
-
-
-def vectors(family: str) -> dict[str, torch.Tensor]:
-    with np.load(DATA / f"{family}.npz") as data:
-        return {name: torch.from_numpy(data[name]) for name in data}
 
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, torch.Tensor]:
     return vectors("mamba2")
-
-
-@pytest.fixture(params=sorted(INPUTS))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def accepted_tokens(golden: dict[str, torch.Tensor]) -> Any:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
+from tests.runtime import small_calls
 from tests.runtime.small_calls import (
     CONTRACTS,
     HEADS,
@@ -23,17 +24,7 @@ from tests.runtime.small_calls import (
     named,
 )
 
-
-@pytest.fixture(params=CONTRACTS)
-def op(request: pytest.FixtureRequest) -> str:
-    """Every op of layers that has an output, by the name of its operator."""
-    return str(request.param)
-
-
-@pytest.fixture(params=STEPS)
-def step(request: pytest.FixtureRequest) -> str:
-    """Every one of them with a ring."""
-    return str(request.param)
+op, step = small_calls.op, small_calls.step
 
 
 def fp64(given: dict[str, Any], name: str) -> torch.Tensor:

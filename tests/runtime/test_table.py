@@ -14,9 +14,8 @@ from hypothesis import given, settings
 
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.merge import merge
-from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.table import Toolchain, dumps, gpu_slug, is_stale, load, loads, save
-from tests.runtime.table_samples import H100, H200, SPEC, plan, row, static_row, table, tables
+from tests.runtime.table_samples import H100, H200, OTHER_CLASS, SPEC, plan, row, static_row, table, tables
 
 
 @settings(max_examples=50, deadline=None)
@@ -244,9 +243,6 @@ NATIVE_PLAN = dataclasses.replace(
 def promised(batch: int, heads: int = 8, **changes):
     """A row of one numerics class for all batches, unless ``changes`` say otherwise."""
     return row(batch, **{"plan": plan(heads), "batch_invariant": True, **changes})
-
-
-OTHER_CLASS = Plan((Variant(Structure("both"), Tile(16, 128, 128)),))
 
 
 def test_the_promise_is_written_where_it_is_made_and_read_again():

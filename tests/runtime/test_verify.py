@@ -11,17 +11,11 @@ from torch import Tensor
 
 from replayssm_tune.runtime import ops
 from replayssm_tune.runtime.errors import ArgumentError, ReplayError, SpecError
+from replayssm_tune.runtime.spec import FAMILIES
 from tests.runtime.calls import call, copied, random_call
 from tests.runtime.drafts import agree, spec_of
-from tests.runtime.small_calls import CONTRACTS, arguments, named
+from tests.runtime.small_calls import CONTRACTS, arguments, dispatched, named
 from tests.runtime.small_calls import call as call_op
-
-FAMILIES = ("mamba2", "gdn")
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def value_of(given: dict[str, Any]) -> Tensor:
@@ -32,20 +26,10 @@ def value_of(given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_which_operator_serves(family: str, native: bool) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     def operator(given: dict[str, Any]) -> str:
-        del seen[:]
-        with Record():
+        with dispatched() as seen:
             call(given)
-        (name,) = [name.split(".")[1] for name in seen if name.startswith(f"{ops.NAMESPACE}.")]
+        (name,) = seen
         return name
 
     op = f"{family}_native_verify" if native else f"{family}_verify"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from replayssm_tune.runtime.compat import vllm
+from replayssm_tune.tuner.trajectory import relative_rms
+from tests.runtime.calls import same_bits
 from tests.runtime.compat_scenes import (
     F32,
     GROUPS,
@@ -20,8 +22,6 @@ from tests.runtime.compat_scenes import (
     Mamba2,
     Pool,
     bound,
-    relative,
-    same_bits,
     softplus,
 )
 from tests.runtime.draws import Draws
@@ -112,7 +112,7 @@ class Drafting(Draws, ABC):
             elif count or self.folds_without_tokens:
                 accepted[row] = self.between(min(1, count), count)
                 want[mine.start : mine.stop] = self.row(slot, mine, int(accepted[row]), inputs, expected)
-        assert relative(out[:used], want[:used]) < bound(self.state_dtype, self.dtype)
+        assert relative_rms(out[:used], want[:used]) < bound(self.state_dtype, self.dtype)
         for row, slot in enumerate(slots):
             if slot == padding:
                 same = want[bounds[row] : bounds[row + 1]]
@@ -129,7 +129,7 @@ class Drafting(Draws, ABC):
         sequence = self.sequences[slot]
         if self.is_flush[slot]:
             got = self.pools["state"].view[slot]
-            assert relative(got, sequence.state) < bound(self.state_dtype, self.dtype)
+            assert relative_rms(got, sequence.state) < bound(self.state_dtype, self.dtype)
             expected["state"].view[slot] = got
             self.flushed += 1
         outputs, after_kept = [torch.empty(0, HEADS, HEAD_DIM)], sequence.state

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+
+from rich.console import Console
 
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
@@ -92,3 +96,10 @@ def tuned(**changes):
         store=".replayssm/store",
     )  # fmt: skip
     return dataclasses.replace(result, **changes)
+
+
+def drawn(draw, data, width=200):
+    """What a terminal of that width shows of data that were printed as JSON."""
+    stream = io.StringIO()
+    draw(json.loads(json.dumps(data)), Console(file=stream, width=width))
+    return stream.getvalue()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replayssm_tune.codegen import emit, targets
-from replayssm_tune.codegen.render import module_digest, render
+from replayssm_tune.codegen.render import render
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.modules import module_name
@@ -28,9 +28,7 @@ NOW = Binary("3.9.0", 80, 0, 1024, 9000, "b" * 16)
 
 
 def row(batch=128, plan=PLAN, spec=SMALL, binaries=((NOW,),), **changes):
-    digests = tuple(module_digest(render(spec, v.structure)) for v in plan.variants)
-    values = {"plan": plan, "module_digests": digests, "binaries": binaries, **changes}
-    return samples.row(batch, spec, **values)
+    return samples.rendered_row(batch, plan, spec, binaries, **changes)
 
 
 class Compiler:

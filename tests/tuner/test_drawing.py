@@ -1,19 +1,12 @@
 """What terminals of different widths show."""
 
 import dataclasses
-import io
 
 import pytest
-from rich.console import Console
 
 from replayssm_tune.tuner import drawing, report
 from tests.tuner import samples
-
-
-def drawn(draw, data, width):
-    stream = io.StringIO()
-    draw(data, Console(file=stream, width=width))
-    return stream.getvalue()
+from tests.tuner.samples import drawn
 
 
 def tables(*rows):

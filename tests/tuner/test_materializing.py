@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from replayssm_tune.codegen import space
 from replayssm_tune.runtime.defaults import default_plan
@@ -19,6 +17,7 @@ from replayssm_tune.tuner.check import check
 from replayssm_tune.tuner.errors import GateError
 from replayssm_tune.tuner.progress import silent
 from replayssm_tune.tuner.records import Cell
+from tests.tuner.samples import drawn
 from tests.tuner.tunes import FakeGpu, job, with_materializing
 
 
@@ -54,9 +53,7 @@ def test_what_materialises_states_is_tuned_beside_the_steps(fake: type[FakeGpu],
     (group,) = (group for group in data["table"]["specs"] if group["spec"] == spec.key)
     assert [row["vs_native"] for row in group["rows"]] == [None, None]
     assert spec.key in [entry["spec"] for entry in data["tried"]]
-    text = StringIO()
-    drawing.draw_tuned(json.loads(json.dumps(data)), Console(file=text, width=300))
-    assert "materialize" in text.getvalue()
+    assert "materialize" in drawn(drawing.draw_tuned, data, 300)
 
     (path,) = (tmp_path / "results").glob("*.json")
     recorded = json.loads(path.read_text())

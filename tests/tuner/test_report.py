@@ -1,22 +1,14 @@
 """The data of a report, and that every kind of it can be drawn."""
 
 import dataclasses
-import io
-import json
 
 import pytest
-from rich.console import Console
 
 from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.tuner import drawing, report
 from replayssm_tune.tuner.report import Checked, Emitted, Finding, Planned
 from tests.tuner import samples
-
-
-def drawn(draw, data):
-    stream = io.StringIO()
-    draw(json.loads(json.dumps(data)), Console(file=stream, width=200))
-    return stream.getvalue()
+from tests.tuner.samples import drawn
 
 
 def test_short_names_only_what_differs_from_the_plainest_kernel():
