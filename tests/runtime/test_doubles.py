@@ -11,10 +11,14 @@ from torch import Tensor
 
 from replayssm_tune.runtime import ArgumentError, conv_seed, conv_step, ops
 from replayssm_tune.runtime.compat import flashinfer, vllm
-from tests.runtime.small_calls import CONTRACTS, WINDOW, arguments, call, output_like
-from tests.runtime.test_compat_flashinfer import UNTOUCHED, Checkpointing
-from tests.runtime.test_compat_vllm import GdnDecoding, Refusal
-from tests.runtime.test_compat_vllm_drafts import Drafting, GdnDrafting, Mamba2Drafting
+from tests.runtime import small_calls
+from tests.runtime.compat_scenes import UNTOUCHED
+from tests.runtime.flashinfer_scenes import Checkpointing
+from tests.runtime.small_calls import WINDOW, arguments, call, output_like
+from tests.runtime.vllm_decoding import GdnDecoding, Refusal
+from tests.runtime.vllm_drafts import Drafting, GdnDrafting, Mamba2Drafting
+
+op = small_calls.op
 
 I32 = torch.int32
 index_dtypes = pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
@@ -34,12 +38,6 @@ def full_rings(op: str, slots: list[Any], index_dtype: torch.dtype = torch.int32
     if "ring_len" in given:
         given["ring_len"].fill_(WINDOW)
     return given | {"out": torch.full_like(output_like(op, given), 7.0)}
-
-
-@pytest.fixture(params=CONTRACTS)
-def op(request: pytest.FixtureRequest) -> str:
-    """Every op of layers that has an output."""
-    return str(request.param)
 
 
 @index_dtypes

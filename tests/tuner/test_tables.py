@@ -70,9 +70,8 @@ def test_tables_of_a_gpu_are_its_own_and_others_that_serve_it_are_named():
         places = {c.table.partition(" (")[0] for c in lookup.explain(samples.SPEC, 128, gpu.info) if c.table}
         assert places == {*related, *(table.gpu.name for table in own)}
     data = tables.shown_info(*tables.of_gpu(everything, targets.find("H200"))[:1], (), ("H100 SXM", "H20"))
-    stream = io.StringIO()
-    drawing.draw_tables(data, Console(file=stream, width=60))
-    (line,) = [line for line in stream.getvalue().splitlines() if "H100" in line]
+    text = samples.drawn(drawing.draw_tables, data, 60)
+    (line,) = [line for line in text.splitlines() if "H100" in line]
     assert "rows of H100 SXM, H20 here too: table show without --gpu shows them" in line
 
 
