@@ -1,39 +1,12 @@
-"""Figures derived from run files; documents that state them; the figure drawn from them."""
+"""Figures derived from run files."""
 
-import json
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import documents, figure, summary
 from replayssm_tune.runtime.spec import Spec
-
-KEY = "mamba2-step-p64-n128-g16-w16-t1-xbf16-s{}-rbf16-fdbs"
-
-
-def cell(batch, state_dtype="fp32", **changes):
-    values = {
-        "spec": KEY.format(state_dtype),
-        "effective_batch": batch,
-        "plan": "plan",
-        "time_us": {"mix": 300.0, "nonflush": 250.0, "flush": 550.0},
-        "roof_us": {"read": 225.0, "scale": 545.0},
-        "native_us": 560.0,
-        "native_name": "native_step",
-        "default_us": {"mix": 360.0},
-        "noise_floor": 0.005,
-    }
-    return {**values, **changes}
-
-
-def run(*cells, date="2026-11-30", **more):
-    return {"what": "tune", "gpu": "H200", "date": date, "cells": list(cells), **more}
-
-
-def value(records, claim, **of):
-    (record,) = summary.select(records, claim, **of)
-    return record["value"]
+from tests.benchmarks.step_runs import KEY, cell, run, value, verifying
 
 
 def test_every_claim_of_a_cell():
@@ -221,90 +194,11 @@ def test_order_and_text_are_canonical():
     assert summary.dumps([]) == "[]\n"
 
 
-def test_regions_are_rewritten_and_the_rest_is_left_alone():
-    records = summary.derive([("a.json", run(cell(32768)))])
-    text = "before\n<!-- figures:begin steps -->\nstale 123\n<!-- figures:end -->\nafter 55\n"
-    rendered = documents.render(text, records)
-    assert "stale" not in rendered
-    assert rendered.startswith("before\n")
-    assert rendered.endswith("after 55\n")
-    layer = "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 | fp32 | 32768 |"
-    assert f"{layer} 245 | 300 | 560 | 360 | 0.82 | 1.87 |" in rendered
-    assert documents.render(rendered, records) == rendered
-    with pytest.raises(KeyError):
-        documents.render("<!-- figures:begin nobody -->\n<!-- figures:end -->", records)
-
-
-def test_figures_of_documents_are_rounded_once_and_half_up():
-    ready = {"claim": "lookup_1000_ms", "value": 1.065, "asked": 10, "unit": "ms", "higher_is_better": False}
-    # Of 1.18479 the summary's file keeps 1.185, of 1.86748 it keeps 1.867.
-    cells = [cell(16, native_us=355.437), cell(32, native_us=560.244)]
-    runs = [("a.json", run(*cells)), ("b.json", run(records=[{**ready, "cell": {"scope": "cold"}}]))]
-    records = summary.derive(runs)
-    region = documents.goals_region(records)
-    assert "| cold | 1.07 ms | ≤ 10 ms |" in region
-    assert "every batch | 1.18 to 1.87 | ≥ 1 |" in region
-    assert "| cold | 1.07 ms | ≤ 10 ms |" in documents.asked_region(records)
-    shown = [row.split(" | ")[-1] for row in documents.steps_region(records).splitlines()[2:]]
-    assert shown == ["1.18 |", "1.87 |"]
-    written = json.loads(summary.dumps(records))
-    assert [r["value"] for r in summary.select(written, "mix_vs_native")] == [1.185, 1.867]
-
-
-def test_asked_region_shows_goal_and_value():
-    records = summary.derive([("a.json", run(cell(32768)))])
-    assert "| flush_roof_share | H200 |" in documents.asked_region(records)
-    assert "| 0.991 | ≥ 0.93 |" in documents.asked_region(records)
-
-
 def test_what_did_not_run_makes_no_claims():
     records = summary.derive([("a.json", run(cell(128, native_us=float("inf"))))])
     assert summary.select(records, "mix_vs_native") == []
     assert "Infinity" not in summary.dumps(records)
     assert "| 300 |  | 360 |" in documents.steps_region(records)
-
-
-def test_losses_are_counted_per_curve():
-    slow = cell(64, native_us=240.0, default_us={"mix": 300.0})
-    records = summary.derive([("a.json", run(slow, cell(128), cell(32, native_us=270.0)))])
-    row = "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 | fp32 | 3 | 2 | 64 | 0.80 | 1.87 | 1 |"
-    assert row in documents.losses_region(records)
-    assert documents.losses_region([]).count("\n") == 1
-
-
-def test_the_overview_has_a_row_per_curve_with_the_batches_near_round_ones():
-    faster = [cell(batch, native_us=native) for batch, native in ((16, 270.0), (48, 240.0), (96, 330.0))]
-    large = cell(32832, time_us={"mix": 280.0}, native_us=560.0, default_us={"mix": 308.0})
-    records = summary.derive([("a.json", run(*faster, cell(1056), large, cell(16, "bf16")))])
-    fp32, bf16 = documents.overview_region(records).splitlines()[:1:-1]
-    layer = "| H200 | Mamba-2 64 x 128, 16 heads/group | 1 |"
-    # None of the timed batches is near 8192.
-    assert fp32 == f"{layer} fp32 | 48 | 0.90 | 1.10 | 1.87 |  | 2.00 | 280 | 0.88 | 1.10 |"
-    assert bf16 == f"{layer} bf16 | nowhere | 1.87 |  |  |  |  |  |  |  |"
-
-
-def test_goals_count_the_layers_and_batches_that_reach_them():
-    other = cell(32768, spec=KEY.format("fp32").replace("g16", "g8"), time_us={"nonflush": 300.0})
-    runs = [("a.json", run(cell(32768), other, cell(128, native_us=280.0), totals={"tune_minutes": 9.0}))]
-    ready = {"claim": "lookup_1000_ms", "value": 4, "asked": 10, "unit": "ms", "higher_is_better": False}
-    region = documents.goals_region(
-        summary.derive([*runs, ("b.json", run(records=[{**ready, "cell": {"scope": "cold"}}]))])
-    )
-    of = "Mamba-2, T 1, fp32"
-    assert f"| nonflush_roof_share | H200 | {of}, batch 32768 | 0.75 to 0.9 | ≥ 0.87 | 1 of 2 |" in region
-    assert f"| mix_vs_native | H200 | {of}, every batch | 0.933 to 1.87 | ≥ 1 | 1 of 2 |" in region
-    assert "| lookup_1000_ms |  | cold | 4 ms | ≤ 10 ms | yes |" in region
-    assert "tune_minutes" not in region
-
-
-def verifying(tokens, family="mamba2", **changes):
-    key = KEY.format("fp32") if family == "mamba2" else "gdn-step-p128-n128-g2-w16-t1-xbf16-sfp32-rbf16-fbsl"
-    spec = key.replace("-step-", "-verify-").replace("-t1-", f"-t{tokens}-")
-    roofs = {
-        "roof_us": {"read": 225.0, "scale": 545.0, "mix": 305.0},
-        "time_us": {"mix": 400.0, "nonflush": 250.0},
-    }
-    return cell(changes.pop("batch", 32768), spec=spec, **{**roofs, **changes})
 
 
 def test_verification_is_a_step_of_more_tokens_with_goals_of_its_own():
@@ -368,75 +262,3 @@ def test_reached():
 def test_the_recorded_summary_is_what_the_recorded_runs_say():
     recorded = summary.SUMMARY.read_text(encoding="utf-8") if summary.SUMMARY.exists() else "[]\n"
     assert summary.dumps(summary.derive(summary.load_runs())) == recorded, "run: python benchmarks/summary.py"
-
-
-def test_documents_state_the_recorded_figures():
-    records = summary.recorded()
-    for path in documents.documents():
-        text = path.read_text(encoding="utf-8")
-        assert documents.render(text, records) == text, f"{path.name}: run benchmarks/documents.py"
-
-
-def curve(state_dtype):
-    return [
-        cell(batch, state_dtype, time_us={"mix": 3.0 + batch / 100}, native_us=4.0 + batch / 50)
-        for batch in (16, 128, 1024, 8192)
-    ]
-
-
-def test_figure_data():
-    records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16")))])
-    panels = figure.info(records, head_dim=64)
-    assert [panel.state_dtype for panel in panels] == ["fp32", "bf16"]
-    assert {panel.layer for panel in panels} == {"Mamba-2 64 x 128"}
-    assert list(panels[0].series) == ["native", "replay", "roof"]
-    assert panels[0].series["replay"] == ((16, 3.16), (128, 4.28), (1024, 13.24), (8192, 84.92))
-    assert figure.info(records, head_dim=80) == ()
-
-
-def test_figure_takes_the_gpu_with_most_points():
-    other = {**run(cell(16)), "gpu": "H20"}
-    records = summary.derive([("a.json", run(*curve("fp32"))), ("b.json", other)])
-    assert len(figure.info(records)[0].series["replay"]) == 4
-    assert len(figure.info(records, gpu="H20")[0].series["replay"]) == 1
-
-
-def test_the_figure_is_well_formed_and_the_same_every_time():
-    gdn = [{**c, "spec": "gdn-step-p128-n128-g2-w16-t1-xbf16-sfp32-rbf16-fbsl"} for c in curve("fp32")]
-    records = summary.derive([("a.json", run(*curve("fp32"), *curve("bf16"), *gdn))])
-    text = figure.figure(records)
-    assert text == figure.figure(records)
-    svg = ET.fromstring(text)
-    lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 9
-    height = float(svg.attrib["viewBox"].split()[3])
-    texts = [element.text for element in svg.findall("{http://www.w3.org/2000/svg}text")]
-    assert {"Mamba-2 64 x 128, fp32 state", "Mamba-2 64 x 128, bf16 state"} <= set(texts)
-    assert "GDN 128 x 128, fp32 state" in texts
-    for line in lines:
-        points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        assert all(0 <= x <= figure.WIDTH and 0 <= y <= height for x, y in points)
-        assert [x for x, _ in points] == sorted(x for x, _ in points)
-
-
-def test_nothing_to_draw_is_said():
-    with pytest.raises(ValueError, match="record a run first"):
-        figure.figure([])
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(2.5, 60.0, [5, 10, 20, 50]), (1.0, 1e5, [1, 10, 100, 1000, 10000, 100000])],
-)
-def test_ticks(low, high, expected):
-    assert figure.ticks(low, high) == expected
-
-
-def test_the_published_figure_is_the_recorded_one():
-    records = summary.recorded()
-    if not summary.select(records, "step_time_us"):
-        assert not figure.FIGURE.exists()
-        return
-    assert figure.FIGURE.read_text(encoding="utf-8") == figure.figure(records), (
-        "run: python benchmarks/figure.py"
-    )
