@@ -8,12 +8,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from replayssm_tune.codegen.render import module_digest, render
+from replayssm_tune.runtime.conv_tiles import ConvRow, ConvSpec, ConvTile
 from replayssm_tune.runtime.plan import STRUCTURE_VALUES, Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import DTYPE_BYTES, FAMILIES, Spec
 from replayssm_tune.runtime.table import Binary, GpuInfo, Row, Table, Toolchain
 from tests.specs import P64
 
 SPEC = P64
+CONV = ConvSpec(4, 1, "bf16", "bf16", "bf16")
 H200 = GpuInfo("H200", "nvidia", (9, 0), 132, 150110011392, 62914560)
 H100 = GpuInfo("NVIDIA H100 80GB HBM3", "nvidia", (9, 0), 132, 85029486592, 52428800)
 H20 = GpuInfo("NVIDIA H20", "nvidia", (9, 0), 78, 102010716160, 62914560)
@@ -68,6 +70,16 @@ def static_row(batch: int = 128, spec: Spec = SPEC, **changes: Any) -> Row:
     empty = [f.name for f in dataclasses.fields(Row) if f.name.endswith("_us") and f.name != "samples_us"]
     values: dict[str, Any] = dict.fromkeys([*empty, "noise_floor"])
     return row(batch, spec, **{**values, "source": "static", "samples_us": (), "verdict": "", **changes})
+
+
+def conv_row(rows: int = 64, block: int = 1024, spec: ConvSpec = CONV, **changes: Any) -> ConvRow:
+    """A tile for 1,000 channels, which count as 8 blocks; it may tell where the row is from."""
+    values: dict[str, Any] = {
+        "spec": spec, "rows": rows, "channels": 1000, "tile": ConvTile(block, 4), "module_digest": "d" * 16,
+        "time_us": 3.5, "default_time_us": 4.25, "roof_time_us": 3.0, "noise_floor": 0.004,
+        "samples_us": (3.4, 3.5, 3.6), "verdict": "faster", "triton": "3.9.0", "date": "2026-11-30",
+    }  # fmt: skip
+    return ConvRow(**{**values, **changes})
 
 
 def table(*rows: Row, gpu: GpuInfo = H200, **changes: Any) -> Table:

@@ -25,20 +25,11 @@ from replayssm_tune.runtime.lookup import Lookup
 from replayssm_tune.runtime.merge import merge
 from replayssm_tune.runtime.table import Table, dumps, loads
 from tests.runtime import table_samples as samples
+from tests.runtime.table_samples import CONV as SPEC
+from tests.runtime.table_samples import conv_row as row
 from tests.runtime.test_schema import VALIDATOR
 
-SPEC = ConvSpec(4, 1, "bf16", "bf16", "bf16")
 TOKEN_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
-
-
-def row(rows: int = 64, block: int = 1024, spec: ConvSpec = SPEC, **changes: Any) -> ConvRow:
-    """A row of 1,000 channels, which count as 8 blocks; its tile may tell where it is from."""
-    values: dict[str, Any] = {
-        "spec": spec, "rows": rows, "channels": 1000, "tile": ConvTile(block, 4), "module_digest": "d" * 16,
-        "time_us": 3.5, "default_time_us": 4.25, "roof_time_us": 3.0, "noise_floor": 0.004,
-        "samples_us": (3.4, 3.5, 3.6), "verdict": "faster", "triton": "3.9.0", "date": "2026-11-30",
-    }  # fmt: skip
-    return ConvRow(**{**values, **changes})
 
 
 def table(*rows: ConvRow, gpu: Any = samples.H200, **changes: Any) -> Table:

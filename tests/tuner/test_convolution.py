@@ -1,75 +1,27 @@
-"""Tuning the convolution: its work, its gate, the choice of a tile, and what a run makes of it."""
+"""Tuning the convolution: what is asked, and the choice of a tile."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from benchmarks import documents, summary
-from replayssm_tune.codegen import emit, targets
-from replayssm_tune.runtime.conv_tiles import ConvSpec, ConvTile, default_tile, tiles
-from replayssm_tune.runtime.table import load, save
-from replayssm_tune.tuner import drawing, models, report, run, tables
-from replayssm_tune.tuner.check import check
+from replayssm_tune.codegen import emit
+from replayssm_tune.runtime.conv_tiles import ConvTile, default_tile, tiles
+from replayssm_tune.tuner import models
 from replayssm_tune.tuner.convolution import RULES, ConvTune
 from replayssm_tune.tuner.errors import GateError
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, ConvCell, Timing, parse_cell
-from replayssm_tune.tuner.request import ConvWork, Job, Target, Work, resolve_convolutions
+from replayssm_tune.tuner.request import ConvWork, resolve_convolutions
 from replayssm_tune.tuner.store import Store
-from tests.interpreter import run_interpreted
-from tests.runtime import table_samples
-from tests.runtime.test_conv_tiles import row
-from tests.tuner import test_run
+from tests.tuner.conv_tunes import FAST, SPEC, WORK, FakeBench
 from tests.tuner.fake_bench import GPU as FAKE_GPU
 from tests.tuner.fake_bench import SPEC as STEP
-
-SPEC = ConvSpec(4, 1, "bf16", "bf16", "bf16")
-WORK = ConvWork(SPEC, ((1, 1280), (64, 10240)))
-FAST = ConvTile(256, 1)
-compiled, fake = test_run.compiled, test_run.fake
-
-
-class FakeBench:
-    """``FAST`` is the best tile of many rows; of one row all are alike."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-        self.noise = random.Random(1)
-        self.spread = 0.001
-        self.gains = {FAST: 1.2}
-        self.wrong: dict[ConvTile, str | Timing] = {}
-        self.wrong_otherwise: dict[ConvTile, str | Timing] = {}
-        self.broken: Callable[[ConvTile], bool] = lambda tile: False
-        self.stop_after = 10**9
-
-    def _ask(self, *asked: Any) -> None:
-        if len(self.asked) >= self.stop_after:
-            raise KeyboardInterrupt
-        self.asked.append(asked)
-
-    def conv_gate(self, spec: ConvSpec, tile: ConvTile, packed: bool) -> str | Timing:
-        self._ask("gate", spec, tile, packed)
-        return (self.wrong if packed == (spec.num_tokens > 1) else self.wrong_otherwise).get(tile, "")
-
-    def conv_time(self, cell: ConvCell, tile: ConvTile, repeats: int) -> Timing:
-        self._ask("time", cell, tile)
-        if self.broken(tile):
-            return Timing(status="resources", reason="out of memory")
-        exact = 10.0 / (self.gains.get(tile, 1.0) if cell.rows > 1 else 1.0)
-        return Timing(tuple(exact * self.noise.uniform(1, 1 + self.spread) for _ in range(repeats)))
-
-    def conv_roof(self, cell: ConvCell, repeats: int) -> Timing:
-        self._ask("roof", cell)
-        return Timing((2.0,) * repeats)
 
 
 @pytest.fixture
@@ -152,75 +104,6 @@ def test_bytes_are_those_of_inputs_taps_outputs_and_appends() -> None:
     assert cell.written_bytes == 300 * 4 * (2 + 4)
     assert parse_cell(cell.key) == cell
     assert parse_cell(Cell(STEP, 64).key) == Cell(STEP, 64)
-
-
-# ---- the gate ----
-
-FP32, FP16 = (f"-{name}" * 3 for name in ("fp32", "fp16"))
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("key", [f"conv-w4-t1{FP32}", f"conv-w4-t3{FP16}", "conv-w2-t5-fp16-fp32-fp32"])
-def test_the_kernel_passes_its_gate(key: str, packed: bool) -> None:
-    assert run_interpreted("tests.tuner.conv_gates:gate", key, (32, 1), packed=packed) == ""
-
-
-WRONG = {
-    "a tap": (("tap + NUM_TOKENS >= WIDTH", "tap + NUM_TOKENS > WIDTH"), "outputs are off by up to"),
-    "no bias": (("+ bias[None, :]", "+ 0 * bias[None, :]"), "outputs are off by up to"),
-    "no activation": (("if SILU:", "if False:"), "outputs are off by up to"),
-    "an append one behind": (("append = start + length + token", "append = start + length + token + 1"),
-                             "values of the pool of rings differ"),
-    "taps that do not wrap": (("tl.where(position < 0, position + ring_capacity, position)",
-                               "tl.where(position < 0, 0, position)"), "from the same memory differ"),
-    "appends that do not wrap": (("tl.where(append >= ring_capacity, append - ring_capacity, append)",
-                                  "append"), "values of the pool of rings differ"),
-    "an append of padded rows": (("live = token < tl.where(padded, 0, count)",
-                                  "live = token < tl.where(padded & (slot < 0), 0, count)"), "differ"),
-    "beyond the channels": (("inside = channel < channels", "inside = channel < channels + 8"), "differ"),
-    "outputs beyond the channels": (("out_mask = mine[:, None] & inside[None, :]",
-                                     "out_mask = mine[:, None] & (channel < channels + 8)[None, :]"),
-                                    "what lies between outputs was written"),
-    "padded outputs": (("total = tl.where(live[:, None], total, 0.0)", "total += 1.0 - live[:, None]"),
-                       "tokens of nobody are not zeros"),
-}  # fmt: skip
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize(("key", "packed"), [(f"conv-w4-t3{FP32}", False), (f"conv-w4-t3{FP16}", True)])
-def test_a_wrong_kernel_does_not(key: str, packed: bool, name: str) -> None:
-    change, message = WRONG[name]
-    assert message in run_interpreted("tests.tuner.conv_gates:gate", key, (32, 1), change, packed)
-
-
-@pytest.mark.interpreter
-def test_tokens_of_nobody_are_looked_at() -> None:
-    wrong = ("while beyond < tokens", "while beyond + 1 < tokens")
-    found = run_interpreted("tests.tuner.conv_gates:gate", f"conv-w4-t3{FP32}", (32, 1), wrong, True)
-    assert "tokens of nobody are not zeros" in found
-
-
-# ---- what is timed ----
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_graph_has_a_launch_of_every_layer(tokens: int) -> None:
-    found = run_interpreted("tests.tuner.conv_gates:timed", f"conv-w4-t{tokens}{FP16}", 2, 48)
-    # Two layers at least, launched until a graph has eight launches.
-    assert found == {"layers": 2, "launches": 8, "out": True, "ring": True, "roof": (3 + tokens, 2 * tokens)}
-
-
-@pytest.mark.interpreter
-def test_a_launch_that_leaves_outputs_unwritten_is_not_timed() -> None:
-    wrong = (
-        "out_mask = mine[:, None] & inside[None, :]",
-        "out_mask = mine[:, None] & (inside & (channel < 40))[None, :]",
-    )
-    with pytest.raises(RuntimeError, match=r"tile b32\.w1 left outputs unwritten"):
-        run_interpreted("tests.tuner.conv_gates:timed", f"conv-w4-t1{FP16}", 2, 48, wrong)
 
 
 # ---- the choice ----
@@ -413,121 +296,3 @@ def test_a_served_tile_that_does_not_run_is_told(bench: FakeBench, tmp_path: Pat
         (one,) = tuning.served(WORK, lambda cell: FAST if cell.rows > 1 else default_tile(10, 1))
     assert one.cell.rows == 1
     assert "did not run" in tuning.notes[0]
-
-
-# ---- a run, and what it leaves ----
-
-
-@pytest.fixture
-def tuned(fake: Any, tmp_path: Path) -> tuple[report.Tuned, Job, FakeBench]:
-    """A measured tune with its folder, results and bench."""
-    bench = FakeBench()
-    for name in ("conv_gate", "conv_time", "conv_roof"):
-        setattr(fake, name, staticmethod(getattr(bench, name)))
-    job = dataclasses.replace(test_run.job(tmp_path, batches=(1,)), convolutions=(WORK,))
-    return run.tune(job, silent, tmp_path / "results"), job, bench
-
-
-def test_a_tune_writes_tiles_beside_rows_and_resumes(
-    tuned: tuple[report.Tuned, Job, FakeBench], tmp_path: Path
-) -> None:
-    done, job, bench = tuned
-    written = load(Path(done.table_path))
-    assert written == done.table
-    assert {row.spec.op for row in written.rows} == {"step", "native_step"}
-    assert [(row.rows, row.channels) for row in written.convolutions] == [*WORK.shapes]
-    assert [row.tile for row in written.convolutions] == [default_tile(10, 1), FAST]
-    asked = len(bench.asked)
-    again = run.tune(job, silent)
-    assert len(bench.asked) == asked
-    assert again.table == written
-
-    checked = check([job.output], silent)
-    assert checked.counts["tiles"] == 2
-    assert not [finding for finding in checked.findings if finding.failed]
-
-    # The run file, what is claimed of it, and the table of a document.
-    (path,) = (tmp_path / "results").glob("*.json")
-    content = json.loads(path.read_text())
-    assert [cell["tile"] for cell in content["convolutions"]] == [default_tile(10, 1).key, FAST.key]
-    records = summary.derive([(path.name, content)])
-    (gain,) = summary.select(records, "conv_vs_default", rows=64)
-    assert gain["value"] == pytest.approx(1.2, rel=0.01)
-    assert gain["cell"] == {
-        "T": 1, "ring_dtype": "bf16", "gpu": "H200", "width": 4, "activation_dtype": "bf16",
-        "weight_dtype": "bf16", "rows": 64, "channels": 10240,
-    }  # fmt: skip
-    times = {r["cell"]["kernel"]: r["value"] for r in summary.select(records, "conv_time_us", rows=64)}
-    assert set(times) == {"roof", "tuned", "default"}
-    drawn = documents.convolution_region(records).splitlines()
-    assert drawn[-1].startswith("| H200 | 1 | bf16/bf16/bf16 | 64 | 10240 | 2 |")
-    assert documents.convolution_region([]) == "No recorded run has timed it yet."
-
-
-def test_a_bench_times_tiles_beside_rows(
-    tuned: tuple[report.Tuned, Job, FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done, job, _ = tuned
-    monkeypatch.setattr(run, "user_tables", lambda: (load(Path(done.table_path)),))
-    timed = run.bench(job, tmp_path / "bench", silent)
-    assert [row.tile for row in timed.table.convolutions] == [default_tile(10, 1), FAST]
-    (path,) = (tmp_path / "bench").glob("*.json")
-    content = json.loads(path.read_text())
-    assert [cell["tile"] for cell in content["convolutions"]] == [default_tile(10, 1).key, FAST.key]
-
-
-def test_the_report_of_a_tune_says_which_tiles_are_wrong(fake: Any, tmp_path: Path) -> None:
-    bench = FakeBench()
-    bench.gains[ConvTile(512, 2)] = 1.1
-    bench.wrong_otherwise = {FAST: "packed rows: outputs are off"}
-    for name in ("conv_gate", "conv_time", "conv_roof"):
-        setattr(fake, name, staticmethod(getattr(bench, name)))
-    job = dataclasses.replace(test_run.job(tmp_path, batches=(1,)), convolutions=(WORK,))
-    done = run.tune(job, silent)
-    assert [row.tile for row in done.table.convolutions] == [default_tile(10, 1), ConvTile(512, 2)]
-    assert done.table.convolutions[1].verdict.endswith("; left out as wrong: b256.w1")
-    console = Console(file=StringIO(), width=200)
-    drawing.draw_tuned(report.tuned_info(done), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count(f"numerically wrong, left out: {SPEC.key} b256.w1: packed rows: outputs are off") == 1
-
-
-def test_tables_show_and_explain_tiles(tuned: tuple[report.Tuned, Job, FakeBench]) -> None:
-    done, _, _ = tuned
-    path = Path(done.table_path)
-    console = Console(file=StringIO(), width=200)
-    drawing.draw_tuned(report.tuned_info(done), console)
-    drawing.draw_tables(tables.shown_info([load(path)]), console)
-    work = [Work(STEP, (128,), ("layer tp1",))]
-    beyond = ConvWork(SPEC, ((64, 10240), (1, 128)))
-    data = tables.explained_info([path], work, targets.find("H200"), convolutions=[beyond])
-    assert [cell["step"] for cell in data["convolutions"]] == ["user", "default"]
-    drawing.draw_explained(data, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("1.20x") == 2
-    assert "64 rows of 10240 channels: tile b256.w1, " in text
-    assert f"1 rows of 128 channels: tile b128.w1, no table has a row for {SPEC.key}" in text
-
-
-def test_without_a_gpu_one_line_says_that_the_rule_serves(tmp_path: Path) -> None:
-    job = test_run.job(tmp_path, batches=(1,))
-    static = dataclasses.replace(
-        job, target=Target(job.target.gpu, False, "static"), convolutions=(WORK,), work=()
-    )
-    done = run.tune(static, silent)
-    assert [note for note in done.notes if "convolution" in note] == [run.CONV_STATIC]
-    assert done.table.convolutions == ()
-
-
-def test_a_check_finds_old_tiles_and_those_that_are_none(tmp_path: Path) -> None:
-    rows = (row(64, tile=FAST), row(2, tile=ConvTile(1024, 1)), row(512, tile=ConvTile(16, 8)))
-    folder = tmp_path / "generated"
-    table = table_samples.table(convolutions=rows, source="measured")
-    emit.emit(folder, table)
-    save(table, emit.table_path(folder, table.gpu))
-    found = check([folder], silent).findings
-    (old,) = (f for f in found if f.kind == "stale")
-    assert "since 3 tiles were timed" in old.message
-    (none,) = (f for f in found if f.kind == "compile")
-    assert none.subject.endswith(f"{SPEC.key}@4096")
-    assert "b16.w8 is not in the space" in none.message

@@ -20,10 +20,7 @@ from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Timing
 from replayssm_tune.tuner.request import Budget, Target
 from replayssm_tune.tuner.static import static_jobs
-from tests.tuner import tunes
-from tests.tuner.tunes import GPU, HERE, FakeGpu, with_materializing
-
-compiled, fake, job = tunes.compiled, tunes.fake, tunes.job
+from tests.tuner.tunes import GPU, HERE, FakeGpu, job, with_materializing
 
 
 def test_a_tune_writes_table_kernels_and_run_file_and_resumes(

@@ -12,7 +12,7 @@ from replayssm_tune.runtime.table import save
 from replayssm_tune.tuner import drawing, models, tables
 from replayssm_tune.tuner.models import Model
 from replayssm_tune.tuner.request import Work
-from tests.runtime.test_conv_tiles import row as conv_row
+from tests.runtime.table_samples import conv_row
 from tests.tuner import samples
 
 H200 = targets.find("H200").info
