@@ -325,13 +325,13 @@ REGIONS: Final = (
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
-        "One token as a column of products, coefficients ahead of the loop.",
-        ("both",), _COLUMNS_PROLOGUE, _whole_rows, _whole, _columns(32, 64), _power_heads_up_to(4, 16),
-        warps_stages=((2, 2),), max_registers=(0, 168), ops=_STEP,
+        "One token by columns of products, coefficients ahead of the loop, groups of few heads.",
+        ("both",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _columns(32, 64), _power_heads_up_to(2),
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_STEP,
     ),
     Region(
-        "As above, groups of few heads.",
-        ("both",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _columns(32, 64), _power_heads_up_to(2),
+        "As above, coefficients by a kernel before.",
+        ("both",), _COLUMNS_TILES, _large_rows, _whole, _columns(32), _heads_up_to(1, 2),
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_STEP,
     ),
     Region(
@@ -342,7 +342,7 @@ REGIONS: Final = (
     Region(
         "As above, groups of few heads.",
         ("nonflush",), _COLUMNS_TILES, _large_rows, _whole, heads_per_program=_heads_up_to(2),
-        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
+        warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_COLUMNS_OPS,
     ),
     Region(
         "A launch of their own for rows that keep their state, coefficients ahead of the loop.",

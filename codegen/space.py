@@ -106,11 +106,6 @@ def _own_axes(spec: Spec, variant: Variant) -> bool:
     )
 
 
-def _precomputed(spec: Spec, variant: Variant) -> bool:
-    # In GDN what the ring gets (u) hangs on the read-out: little is left to compute ahead.
-    return variant.structure.coefficients != "precomputed" or spec.family == "mamba2" or spec.verifies
-
-
 def _prologue(spec: Spec, variant: Variant) -> bool:
     """What a program leaves in memory only it may read: its heads are its own, whole."""
     structure, tile = variant.structure, variant.tile
@@ -213,7 +208,6 @@ def _registers(spec: Spec, variant: Variant) -> bool:
 
 CONSTRAINTS: Final = (
     Constraint("axis of another role", _own_axes),
-    Constraint("coefficients by a kernel of their own: Mamba-2", _precomputed),
     Constraint("coefficients ahead of the loop: whole heads, a power of two of them", _prologue),
     Constraint("early load: one head, inline, the whole state; of drafts one launch", _early),
     Constraint("read-out by dot: dtypes and whole rows", _dot_readout),

@@ -59,9 +59,11 @@ CONSTEXPRS = (
 def takes_tokens(spec: Spec, structure: Structure) -> bool:
     """Whether a replay kernel takes the new tokens of a row as columns of products: that of drafts.
 
-    Its skeleton serves a single token too, where coefficients come ahead of the loop.
+    Its skeleton serves a single token too, where coefficients come ahead of the loop; of Mamba-2 those of a
+    kernel before have the skeleton of one token.
     """
-    return spec.op == "verify" or structure.coefficients == "prologue"
+    ahead = ("prologue",) if spec.family == "mamba2" else ("prologue", "precomputed")
+    return spec.op == "verify" or (spec.op == "step" and structure.coefficients in ahead)
 
 
 @functools.cache
@@ -262,12 +264,12 @@ def compiled_tile(spec: Spec, variant: Variant, *, tiled: bool) -> Tile:
         variant: The point that it belongs to.
         tiled: Whether it is the main kernel, which takes the tile's numbers.
     """
-    if tiled or not spec.verifies:
+    if tiled or not takes_tokens(spec, variant.structure):
         return variant.tile
     return Tile(1, 1, num_warps=coefficient_warps(spec))
 
 
-def coefficient_programs(spec: Spec, heads: int) -> int:
+def coefficient_programs(spec: Spec, structure: Structure, heads: int) -> int:
     """Programs of a row that work out coefficients: a group each, or some heads of one."""
-    parts = -(-spec.heads_per_group // coefficient_heads(spec)) if spec.verifies else 1
+    parts = -(-spec.heads_per_group // coefficient_heads(spec)) if takes_tokens(spec, structure) else 1
     return heads // spec.heads_per_group * parts

@@ -109,7 +109,7 @@ class CompiledPlan:
         bound = []
         for launcher, variant, tiled, values in self._launches:
             takes_scratch = variant.structure.takes_scratch
-            blocks = coefficient_programs(spec, heads)
+            blocks = coefficient_programs(spec, variant.structure, heads)
             if tiled:
                 blocks = variant.programs_per_row(spec.head_dim, heads)
             fixed = (*strides, size, *scalars) if takes_scratch else (*strides, *scalars)

@@ -175,7 +175,7 @@ def test_every_constraint_rejects_what_it_names():
     ]
     names = [constraint.name for constraint in CONSTRAINTS]
     assert [names.index(name) for name in found] == [
-        0, 0, 0, 1, 0, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 6, 7, 7, 7, 7, 8, 9, 9, 9, 10, 10, 11, 11,
+        0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 8, 8, 9, 9, 10, 10,
     ]  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_without_16_bit_activations_only_products_of_columns_are_dots():
             for v in found.variants
             if "dot" in (v.structure.readout, v.structure.scores)
         }
-        assert by_dot == {"prologue"}
+        assert by_dot == ({"prologue"} if role == "nonflush" else set())
         assert found.rejected["read-out by dot: dtypes and whole rows"] > 0
         assert role != "both" or found.rejected["scores by dot: 16-bit ring, or new tokens as columns"] > 0
 

@@ -207,6 +207,15 @@ PLANS: dict[str, tuple[Spec, Plan]] = {
             **BY_DOTS,
         ),
     ),
+    "gdn-precomputed": (
+        SMALL_GDN,
+        both(
+            Tile(16, 64, 32, heads_per_program=2, num_stages=2),
+            coefficients="precomputed",
+            loop="tiles",
+            **BY_DOTS,
+        ),
+    ),
     "gdn-two-launches": (
         SMALL_GDN,
         plan((Structure("nonflush"), Tile(16, 32)), (Structure("flush", readout="dot"), Tile(16, 64, 32))),
