@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ArgumentError
+from ..rows import folded_rows
 from .adapt import (
     at_rows,
     expect_shape,
@@ -293,7 +294,8 @@ def replayssm_materialize(
 
     Raises:
         ArgumentError: An argument does not fit, or what is asked for is not served, or a CUDA graph is being
-            captured. On a CPU also what :func:`..ops.mamba2_materialize` says of slots.
+            captured. On a CPU also what :func:`..ops.mamba2_materialize` says of slots, before any layer is
+            written.
         SpecError: No kernel serves the sizes or dtypes.
         ToolchainError: CUDA tensors, and triton or the C compiler is missing.
     """
@@ -346,27 +348,32 @@ def replayssm_materialize(
         name: list(zip(addresses.tolist(), strides.tolist(), strict=True))
         for name, (addresses, strides, _, _) in tables.items()
     }
-    for layer, A_address in enumerate(A_ptrs.tolist()):
-        caches: dict[str, Any] = {
-            name: _tensor_at(*places[name][layer], (slots, *shape), dtype, device)
-            for name, (_, _, shape, dtype) in tables.items()
-        }
+    folds: list[dict[str, Any]] = []
+    for layer in range(layers):
         source = sources[layer]
         length = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         start, index = torch.zeros_like(length), torch.where(source >= 0, source, slots).long()
         # Requests may share a source, and fold different parts of its ring.
         length.scatter_reduce_(0, index, replay_prefix_len.to(torch.int32), "amax")
         start[index] = ring_start.to(torch.int32)
-        ops.mamba2_materialize(
-            _tensor_at(A_address, 1, (num_heads,), matrixA_dtype, device).float(),
-            source=source,
-            destination=destinations[layer],
-            prefix=replay_prefix_len,
-            ring_start=start[:slots],
-            ring_len=length[:slots],
-            window=max_window,
-            **caches,
-        )
+        fold: dict[str, Any] = {
+            "source": source,
+            "destination": destinations[layer],
+            "prefix": replay_prefix_len,
+            "ring_start": start[:slots],
+            "ring_len": length[:slots],
+            "window": max_window,
+        }
+        if looks_at_values(source):  # of all layers, before the first of them is written
+            folded_rows(**fold, capacity=ring_buffer_len, null_slot=-1)
+        folds.append(fold)
+    for layer, (A_address, fold) in enumerate(zip(A_ptrs.tolist(), folds, strict=True)):
+        caches: dict[str, Any] = {
+            name: _tensor_at(*places[name][layer], (slots, *shape), dtype, device)
+            for name, (_, _, shape, dtype) in tables.items()
+        }
+        rates = _tensor_at(A_address, 1, (num_heads,), matrixA_dtype, device).float()
+        ops.mamba2_materialize(rates, **fold, **caches)
 
 
 class _Memory:

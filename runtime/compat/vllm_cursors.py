@@ -34,7 +34,7 @@ def commit_replayssm_spec(
     """Move the cursors after a step of all layers, and set the flags of the next.
 
     A row that flushed moves its start past what it folded and is left with the accepted tokens; any other
-    gains them. A row without accepted tokens keeps its cursors.
+    gains them. A row without accepted tokens keeps its cursors, and may name the slot of another row.
 
     Args:
         write_pos: (slots,) int32, tokens in each ring; written.
@@ -49,7 +49,8 @@ def commit_replayssm_spec(
         null_block_id: Slot to skip.
 
     Raises:
-        ArgumentError: On a CPU, a slot is beyond the last one, or two rows name it. Nothing has been written.
+        ArgumentError: On a CPU, a slot is beyond the last one, or two rows that move its cursors name it.
+            Nothing has been written.
     """
     slot = unless_null(state_batch_indices, null_block_id)
     _commit(
@@ -177,7 +178,6 @@ def _commit(
     *,
     keep_without_tokens: bool,
 ) -> None:
-    see_slots(slot, len(write_pos))
     capacity = capacity or 1 << (max_cache_len - 1).bit_length()
     kept = accepted[: len(slot)].to(write_pos.dtype)
     length, first, flush = (at_rows(cursor, slot) for cursor in (write_pos, start, is_flush))
@@ -185,9 +185,16 @@ def _commit(
     after = torch.where(flushed, kept, length + kept)
     if keep_without_tokens:
         after = torch.where(kept > 0, after, length)
-    put_rows(start, slot, torch.where(flushed & (kept > 0), (first + length) % capacity, first))
-    put_rows(write_pos, slot, after)
-    put_rows(is_flush, slot, (after + 2 * max_spec_len > max_cache_len).to(is_flush.dtype))
+    flag = (after + 2 * max_spec_len > max_cache_len).to(is_flush.dtype)
+    # A row whose cursors stay leaves them to another that has its slot, as it does in the step.
+    stays = (kept == 0) & (after == length)
+    idle, moved = slot.masked_fill(~stays, -1), slot.masked_fill(stays, -1)
+    see_slots(slot, len(write_pos), distinct=False)
+    see_slots(moved, len(write_pos))
+    put_rows(is_flush, idle, flag)
+    put_rows(start, moved, torch.where(flushed & (kept > 0), (first + length) % capacity, first))
+    put_rows(write_pos, moved, after)
+    put_rows(is_flush, moved, flag)
 
 
 def _reset(

@@ -13,7 +13,7 @@ from replayssm_tune.runtime import ArgumentError, conv_seed, conv_step, ops
 from replayssm_tune.runtime.compat import flashinfer, vllm
 from tests.runtime import small_calls
 from tests.runtime.compat_scenes import UNTOUCHED
-from tests.runtime.flashinfer_scenes import Checkpointing
+from tests.runtime.flashinfer_scenes import Checkpointing, Layers
 from tests.runtime.small_calls import WINDOW, arguments, call, output_like
 from tests.runtime.vllm_decoding import GdnDecoding, Refusal
 from tests.runtime.vllm_drafts import Drafting, GdnDrafting, Mamba2Drafting
@@ -242,6 +242,24 @@ def test_cursors_of_vllm(family: str) -> None:
     assert cursors["write_pos"].tolist() == [5, 5, 0, 5, 5, 5]
 
 
+@pytest.mark.parametrize("drafting", [Mamba2Drafting, GdnDrafting])
+@pytest.mark.parametrize("kept", [[2, 0], [0, 2]], ids=str)
+def test_commits_of_vllm_take_rows_that_a_step_takes(drafting: type[Drafting], kept: list[int]) -> None:
+    """One of two rows has no tokens: it leaves the cursors of the slot to the other one."""
+    scene, alone = drafting(), drafting()
+    commit = vllm.commit_replayssm_spec if drafting is Mamba2Drafting else vllm.commit_gdn_replayssm_spec
+    drafts(scene, [3, 3], kept)
+    drafts(alone, [3], [2])
+    for of, accepted in ((scene, kept), (alone, [2])):
+        cursors = (of.write_pos, of.start, of.is_flush)
+        indices = torch.tensor([3] * len(accepted))
+        commit(*cursors, torch.tensor(accepted), indices, **of.limits, cache_buf_len=of.capacity)
+    assert scene.write_pos.tolist() == alone.write_pos.tolist()
+    assert int(scene.write_pos[3]) == 2
+    assert scene.start.tolist() == alone.start.tolist()
+    assert scene.is_flush.tolist() == alone.is_flush.tolist()
+
+
 @pytest.mark.parametrize("counts", [None, [3, 1, 1], [1, 3, 1], [1, 1, 1]], ids=str)
 def test_checkpointing_of_flashinfer(counts: list[int] | None) -> None:
     """Of rows that vary those of one token would flush by the ops' rule alone, in a call of their own."""
@@ -272,3 +290,16 @@ def test_checkpointing_leaves_rows_without_tokens_out() -> None:
     scene.call(out, scene.inputs(1, 2), state_batch_indices=indices, cu_seqlens=starts, max_seqlen=3)
     assert bool((out != UNTOUCHED).any(-1).all())
     assert flashinfer.checkpointing_ssu is Checkpointing.function
+
+
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [([3, 3], "row 1 writes slot 3, which another row reads or writes"), ([3, 1], "row 1 folds 2 of 3 ring")],
+)
+def test_materialize_of_flashinfer_looks_at_every_layer_first(last: list[int], found: str) -> None:
+    layers = Layers()
+    before = [pool.copied() for pool in layers.pools["state"]]
+    with pytest.raises(ArgumentError, match=found):
+        layers.call([[0, 1], [1, 1]], [[2, 3], last], [0, 0], [3, 2], [0, 1])
+    for pool, kept in zip(layers.pools["state"], before, strict=True):
+        assert torch.equal(pool.memory.nan_to_num(), kept.memory.nan_to_num())
