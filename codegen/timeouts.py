@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Final
 
@@ -39,10 +40,10 @@ class TimeOuts:
             return None
         try:
             had_s = float(json.loads(self._path(job).read_text(encoding="utf-8"))["timeout_s"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None  # none, or one that nobody has written whole
-        if had_s < self._timeout_s or _is_default(job):
-            return None
+        if not self._timeout_s <= had_s < math.inf or _is_default(job):
+            return None  # a NaN is spoilt too
         return Compiled(*job, (), "timeout", f"compiling took more than {had_s:g} s in an earlier run")
 
     def add(self, job: Job) -> None:

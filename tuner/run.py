@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -244,7 +245,7 @@ def _record(
     company: int,
     convolved: Iterable[ConvResult] = (),
 ) -> Path:
-    models = dict.fromkeys(layer.partition(" ")[0] for work in job.work for layer in work.layers)
+    models = dict.fromkeys(layer.rpartition(" ")[0] for work in job.work for layer in work.layers)
     steps = [work.spec for work in job.work if work.spec.op in ("step", "verify")]
     tokens = sorted({spec.num_tokens for spec in steps})
     scope, name = ", ".join(models), f"{what}-{'-'.join(models)}"
@@ -263,6 +264,7 @@ def _record(
     if any(spec.ring_dtype != spec.activation_dtype for spec in steps):
         scope += f", {' and '.join(rings)} ring"
         name += "".join(f"-r{dtype}" for dtype in rings)
+    name = re.sub(r"[^\w.]+", "-", name)  # a config's model may be named by a path, a shape has a space
     of_run = {**totals, "scope": scope}
     gpu = job.target.gpu.name
     data = runfile.run_data(name, gpu, environment, cells, of_run, job.budget, company, convolved)

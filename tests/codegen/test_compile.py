@@ -159,9 +159,10 @@ def test_what_timed_out_is_not_compiled_again_unless_it_gets_more_time(tmp_path)
     assert again not in run(0.02, default)[0]
     assert run(120.0, slow, default)[0] == [("ok", "")] * 2
     assert run(0.02, slow) == ([again], 0)
-    for kept in (tmp_path / "timeouts").iterdir():
-        kept.write_text("{")
-    assert again not in run(0.02, slow)[0]
+    for spoilt in ("{", "[" * 100_000, *(f'{{"timeout_s": {n}}}' for n in ("NaN", "1e999", "9" * 400))):
+        for kept in (tmp_path / "timeouts").iterdir():
+            kept.write_text(spoilt)
+        assert "in an earlier run" not in run(0.02, slow)[0][0][1], spoilt[:40]
 
 
 def test_a_process_that_does_not_start_says_nothing_of_its_point(tmp_path, monkeypatch):

@@ -320,3 +320,15 @@ def test_a_plan_without_the_gpu_compiles_what_a_static_tune_would(tmp_path: Path
         assert plan.points == compiled + dropped["less promising, not compiled"] + constraints
     assert planned.estimate_s is not None
     assert planned.estimate_s > 0
+
+
+@pytest.mark.parametrize("name", ["gdn 2x128x128", "nvidia/Nemotron H", "/models/mine"])
+def test_a_run_file_is_named_after_any_layer(fake: type[FakeGpu], tmp_path: Path, name: str) -> None:
+    here = job(tmp_path, batches=(1,))
+    layer = (f"{name} tp8",)
+    here = dataclasses.replace(here, work=tuple(dataclasses.replace(w, layers=layer) for w in here.work))
+    run.tune(here, silent, tmp_path / "results")
+    (path,) = (tmp_path / "results").iterdir()
+    plain = {"gdn 2x128x128": "gdn-2x128x128", "nvidia/Nemotron H": "nvidia-Nemotron-H"}
+    assert path.name.endswith(f"-tune-{plain.get(name, 'models-mine')}-fp32.json")
+    assert json.loads(path.read_text())["totals"]["scope"] == f"{name}, fp32 state"
