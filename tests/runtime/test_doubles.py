@@ -247,13 +247,12 @@ def test_cursors_of_vllm(family: str) -> None:
 def test_commits_of_vllm_take_rows_that_a_step_takes(drafting: type[Drafting], kept: list[int]) -> None:
     """One of two rows has no tokens: it leaves the cursors of the slot to the other one."""
     scene, alone = drafting(), drafting()
-    commit = vllm.commit_replayssm_spec if drafting is Mamba2Drafting else vllm.commit_gdn_replayssm_spec
     drafts(scene, [3, 3], kept)
     drafts(alone, [3], [2])
     for of, accepted in ((scene, kept), (alone, [2])):
         cursors = (of.write_pos, of.start, of.is_flush)
         indices = torch.tensor([3] * len(accepted))
-        commit(*cursors, torch.tensor(accepted), indices, **of.limits, cache_buf_len=of.capacity)
+        of.commit(*cursors, torch.tensor(accepted), indices, **of.limits, cache_buf_len=of.capacity)
     assert scene.write_pos.tolist() == alone.write_pos.tolist()
     assert int(scene.write_pos[3]) == 2
     assert scene.start.tolist() == alone.start.tolist()
