@@ -19,7 +19,7 @@ from .candidates import Candidates, compile_candidates
 from .errors import GateError
 from .gpu_bench import GpuBench
 from .progress import Report
-from .records import ROLE_MODES, Cell, Measurement, Timing
+from .records import ROLE_MODES, Cell, Timing
 from .store import Store
 
 
@@ -90,15 +90,14 @@ class Admission:
         return "; ".join(filter(None, (self._refusal(spec, variant) for variant in variants)))
 
     def _refusal(self, spec: Spec, variant: Variant) -> str:
-        cell, mode, key = Cell(spec, 1), ROLE_MODES[variant.structure.role], variant.key
-        digest = digests(cell, (variant,))
-        known = self._store.find(cell, mode, key, "gate", digest)
-        if known is None:
+        def ask() -> Timing:
             verdict = self._bench.gate(spec, gate_plan(spec, variant))
-            status = verdict.status if isinstance(verdict, Timing) else "ok" if verdict.passed else "gate"
-            known = self._store.add(
-                Measurement(cell, mode, key, status=status, reason=verdict.reason, tag="gate", digest=digest)
-            )
+            if isinstance(verdict, Timing):
+                return verdict
+            return Timing(status="ok" if verdict.passed else "gate", reason=verdict.reason)
+
+        cell, mode = Cell(spec, 1), ROLE_MODES[variant.structure.role]
+        known = self._store.recall(cell, mode, variant.key, "gate", digests(cell, (variant,)), ask)
         return "" if known.status == "ok" else known.reason or known.status
 
 
