@@ -102,6 +102,14 @@ def _columns(*sizes: int) -> Callable[[Spec], tuple[int, ...]]:
     return values
 
 
+def _few_columns(spec: Spec) -> tuple[int, ...]:
+    """So few that the fold's registers do not bound how many programs read, of an fp32 state.
+
+    Of a narrower one they are a single sector of a row: stores of them took a third longer.
+    """
+    return (min(16, state_block(spec)),) if spec.state_dtype == "fp32" else ()
+
+
 def _heads_up_to(*counts: int) -> Callable[[Spec], tuple[int, ...]]:
     """For each count the largest divisor of the group within it; all heads of a small group without such."""
 
@@ -180,6 +188,10 @@ REGIONS: Final = (
         warps_stages=((1, 2), (2, 2)),
     ),
     Region(
+        "As above, the fold in few columns.",
+        ("both",), _LATE, _large_rows, _columns(32, 64), _few_columns, _heads_up_to(1, 4),
+    ),
+    Region(
         "State through shared memory into the dot, several heads in flight.",
         ("both",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(2, 4, 8),
         warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
@@ -190,9 +202,19 @@ REGIONS: Final = (
         warps_stages=((2, 2),), max_registers=(128, 168), ops=_STEP,
     ),
     Region(
+        "As above, the fold in few columns.",
+        ("both",), _DOT, _large_rows, _whole, _few_columns, _heads_up_to(4, 8),
+        warps_stages=((1, 2), (2, 2)), ops=_STEP,
+    ),
+    Region(
         "Groups of few heads: the loop goes over row tiles too.",
         ("both",), _TILES_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2, 4),
         warps_stages=((1, 2), (2, 2), (2, 3), (4, 2), (4, 3)),
+    ),
+    Region(
+        "As above, the fold in few columns.",
+        ("both",), _TILES_DOT, _large_rows, _whole, _few_columns, _heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), ops=_STEP,
     ),
     Region(
         "As above, the state through registers.",
@@ -231,6 +253,11 @@ REGIONS: Final = (
         warps_stages=((1, 2), (2, 2), (4, 2), (4, 3)),
     ),
     Region(
+        "As above, groups of few heads: the loop goes over row tiles too.",
+        ("nonflush",), _TILES_DOT, _large_rows, _whole, heads_per_program=_heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2), (4, 3)), max_registers=(0, 128), ops=_STEP,
+    ),
+    Region(
         "Coefficients and appends by a kernel of their own.",
         ("nonflush",), _PRECOMPUTED_DOT, _large_rows, _whole, heads_per_program=_heads_up_to(4, 8),
         warps_stages=((1, 2), (2, 2)),
@@ -239,6 +266,11 @@ REGIONS: Final = (
         "Fold in the dot, the state its accumulator, deeply pipelined.",
         ("flush",), _DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(4, 8, 16),
         warps_stages=((2, 2), (4, 3), (4, 4)),
+    ),
+    Region(
+        "As above, one warp.",
+        ("flush",), _DOT, lambda spec: tuple(p for p in (16, 32) if spec.head_dim % p == 0), _whole,
+        _columns(64), _heads_up_to(4), warps_stages=((1, 2),), ops=_STEP,
     ),
     Region(
         "Fold in the dot, one head a program.",
@@ -290,6 +322,11 @@ REGIONS: Final = (
         warps_stages=((2, 3),), max_registers=(0, 168), ops=_DRAFTS,
     ),
     Region(
+        "Coefficients by a kernel before, the fold in few columns.",
+        ("both",), _COLUMNS_AHEAD, _large_rows, _whole, _few_columns, _heads_up_to(2, 4),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
+    ),
+    Region(
         "As above, the state leaves the cache to what the two kernels pass on.",
         ("both",), _COLUMNS_AHEAD, _large_rows, _whole, _columns(32), _heads_up_to(4),
         warps_stages=((2, 2),), evict_first=(True,), ops=_DRAFTS,
@@ -298,6 +335,11 @@ REGIONS: Final = (
         "As above, groups of few heads: the loop goes over row tiles too.",
         ("both",), _COLUMNS_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(2),
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, the fold in few columns.",
+        ("both",), _COLUMNS_TILES, _large_rows, _whole, _few_columns, _heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
     ),
     Region(
         "As above, more threads for the products of an fp32 ring.",
@@ -323,6 +365,11 @@ REGIONS: Final = (
         "Coefficients of a program's heads ahead of its loop, groups of few heads.",
         ("both",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _columns(32, 64), _power_heads_up_to(1, 2),
         warps_stages=((1, 2), (2, 2)), max_registers=(0, 168), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, the fold in few columns.",
+        ("both",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _few_columns, _power_heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
     ),
     Region(
         "One token by columns of products, coefficients ahead of the loop, groups of few heads.",

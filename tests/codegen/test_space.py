@@ -69,7 +69,7 @@ def test_the_default_plan_is_a_point(spec):
 def test_the_space_compiles_within_minutes(head_dim, state_size, heads_per_group, state_dtype):
     spec = Spec("mamba2", "step", head_dim, state_size, heads_per_group, 16, state_dtype=state_dtype)
     size = {role: len(points(with_role(spec, role), role).variants) for role in ROLES}
-    most = {"both": 380, "nonflush": 120, "flush": 100, "native": 50, "materialize": 40}
+    most = {"both": 410, "nonflush": 120, "flush": 100, "native": 50, "materialize": 40}
     assert all(size[role] <= most[role] for role in ROLES), size
 
 
