@@ -361,11 +361,13 @@ def environment(device: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens a sequence (default {TOKENS})")
+    parser.add_argument("--family", choices=sorted(STEPS), help="the layers of this family alone")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the run file")
     chosen = parser.parse_args()
     torch.set_num_threads(1)  # tensors are small
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(write_run(chosen.results, run(chosen.tokens, device)))
+    layers = [layer for layer in LAYERS if chosen.family in (None, layer.family)]
+    print(write_run(chosen.results, run(chosen.tokens, device, layers)))
 
 
 if __name__ == "__main__":
