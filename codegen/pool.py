@@ -20,6 +20,8 @@ from .files import emit_error
 from .targets import Gpu
 from .timeouts import TimeOuts
 
+NICENESS: Final = 5
+"""Of compiler processes: what times kernels beside them goes first."""
 START_TIMEOUT_S: Final = 180.0
 """How long a compiler process may take to start: on a cold disk the imports alone take long."""
 
@@ -88,43 +90,55 @@ class CompilePool:
         """
         return cast("Iterator[Compiled]", self._run(jobs))
 
+    def begin(self, jobs: Iterable[Job]) -> CompileRun:
+        """The same for a caller who has other work meanwhile; one run of a pool at a time."""
+        return CompileRun(self, jobs)
+
     def run_tiles(self, jobs: Iterable[TileJob]) -> Iterator[tuple[TileJob, str]]:
         """The same of tiles of the convolution: each with why it does not compile, or ""."""
         return cast("Iterator[tuple[TileJob, str]]", self._run(jobs))
 
     def _run(self, jobs: Iterable[Job | TileJob]) -> Iterator[_Result]:
-        source = iter(jobs)
-        busy = self._busy
+        run = CompileRun(self, jobs)
         try:
-            while True:
-                while len(busy) < self._count:
-                    job = next(source, None)
-                    if job is None:
-                        break
-                    known = None if isinstance(job, TileJob) else self._timed_out.find(job)
-                    if known is not None:
-                        yield known
-                        continue
-                    busy.append(self._worker())
-                    busy[-1].submit(job)
-                if not busy:
-                    return
-                left_s = min(worker.deadline_s for worker in busy) - time.monotonic()
-                ready = set(wait([worker.pipe for worker in busy], max(0.0, left_s)))
-                for worker in tuple(busy):
-                    result = worker.poll(worker.pipe in ready)
-                    if result is None:
-                        continue
-                    busy.remove(worker)
-                    if worker.alive:
-                        self._idle.append(worker)
-                    if worker.serves and isinstance(result, Compiled) and result.status == "timeout":
-                        self._timed_out.add((result.spec, result.variant))
-                    yield result
+            while not run.done:
+                yield from run.collect()
         finally:
-            for worker in busy:
+            for worker in self._busy:
                 worker.kill()
-            busy.clear()
+            self._busy.clear()
+
+    def _feed(self, source: Iterator[Job | TileJob]) -> list[_Result]:
+        """Give jobs to workers until all are busy; results of those that are known to time out."""
+        known: list[_Result] = []
+        while len(self._busy) < self._count:
+            job = next(source, None)
+            if job is None:
+                break
+            timed_out = None if isinstance(job, TileJob) else self._timed_out.find(job)
+            if timed_out is not None:
+                known.append(timed_out)
+                continue
+            self._busy.append(self._worker())
+            self._busy[-1].submit(job)
+        return known
+
+    def _poll(self, block: bool) -> list[_Result]:
+        """Results that are ready; with ``block`` the wait is until one is, or may have timed out."""
+        left_s = min(worker.deadline_s for worker in self._busy) - time.monotonic()
+        ready = set(wait([worker.pipe for worker in self._busy], max(0.0, left_s) if block else 0.0))
+        results = []
+        for worker in tuple(self._busy):
+            result = worker.poll(worker.pipe in ready)
+            if result is None:
+                continue
+            self._busy.remove(worker)
+            if worker.alive:
+                self._idle.append(worker)
+            if worker.serves and isinstance(result, Compiled) and result.status == "timeout":
+                self._timed_out.add((result.spec, result.variant))
+            results.append(result)
+        return results
 
     def _worker(self) -> _Worker:
         while self._idle:
@@ -149,6 +163,33 @@ class CompilePool:
 
 
 _Result = Compiled | tuple[TileJob, str]
+
+
+class CompileRun:
+    """Jobs on their way through a pool. Workers get the next ones as results are collected."""
+
+    def __init__(self, pool: CompilePool, jobs: Iterable[Job | TileJob]) -> None:
+        self._pool = pool
+        self._source = iter(jobs)
+        self.done = False
+        """Whether all results have been collected."""
+
+    def collect(self, block: bool = True) -> list[_Result]:
+        """Results since the last call; none if none is ready, or all have been collected.
+
+        Args:
+            block: Wait for one. It may be none yet all the same: where a worker has started, not finished.
+
+        Raises:
+            ToolchainError: As :meth:`CompilePool.run`.
+            EmitError: As there.
+        """
+        results = self._pool._feed(self._source)
+        if self._pool._busy:
+            results += self._pool._poll(block and not results)
+            results += self._pool._feed(self._source)
+        self.done = not results and not self._pool._busy
+        return results
 
 
 class _Worker:
@@ -232,6 +273,7 @@ def _failure(job: Job | TileJob, status: str, reason: str, started_s: float) -> 
 def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path, scratch: str) -> None:
     """Body of a worker: jobs until the pipe closes, which it also does if the caller dies."""
     os.setpgid(0, 0)
+    os.nice(NICENESS)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch  # the assembler's, and Python's
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
     # One job is one core's work; what torch and the assembler could add is the pool's to decide.

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ..codegen import space
-from ..codegen.compile import Drop, select
+from ..codegen.compile import Compiled, Drop, select
 from ..codegen.emit import digest_of
-from ..codegen.pool import CompilePool
-from ..codegen.targets import Gpu
 from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
 from ..runtime.plan import PLAN_ROLES, Plan, Structure, Tile, Variant
 from ..runtime.spec import Spec
-from .candidates import Candidates, compile_candidates
+from .candidates import Candidates, Compilation
 from .errors import GateError
 from .gpu_bench import GpuBench
-from .progress import Report
+from .progress import Event, Report
 from .records import ROLE_MODES, Cell, Timing
 from .store import Store
 
 
 class Admission:
-    """Takes points through compiler and gate.
+    """Takes points through the gate.
 
     Args:
         bench: Gates.
@@ -33,57 +31,6 @@ class Admission:
 
     def __init__(self, bench: GpuBench, store: Store) -> None:
         self._bench, self._store = bench, store
-
-    def candidates(
-        self,
-        jobs: Sequence[tuple[Spec, Variant]],
-        pool: CompilePool,
-        gpu: Gpu,
-        report: Report,
-        until_s: float = math.inf,
-    ) -> dict[Spec, Candidates]:
-        """Compile and gate points; the pool's caches are those of the bench.
-
-        Args:
-            jobs: The points, likeliest first.
-            pool: Compiles.
-            gpu: Whose limits hold.
-            report: Is told of progress.
-            until_s: See :func:`.compile_candidates`.
-
-        Raises:
-            GateError: A default plan is numerically wrong: nothing can be compared with it.
-        """
-        found: dict[Spec, Candidates] = {}
-        refused: dict[tuple[Spec, Variant], str] = {}
-        # The GPU gates what is compiled while the processors compile what is not.
-        for result in compile_candidates(jobs, pool, gpu, found, report, until_s):
-            keep = space.points(result.spec, result.variant.structure.role).default
-            kept, _ = select([result], gpu.limits, keep)
-            if kept:
-                refused[result.spec, result.variant] = self.refusal(result.spec, [result.variant])
-        for candidates in found.values():
-            for role, variants in candidates.by_role.items():
-                good = []
-                for variant in variants:
-                    reason = refused[candidates.spec, variant]
-                    if reason:
-                        candidates.dropped.append(Drop(variant, "gate", reason))
-                        candidates.gate_failures.append(f"{candidates.spec.key} {variant.key}: {reason}")
-                    else:
-                        good.append(variant)
-                candidates.by_role[role] = good
-            for default in default_plan(candidates.spec).variants:
-                if default in candidates.by_role[default.structure.role]:
-                    continue
-                why = next(
-                    (d.detail or d.reason for d in candidates.dropped if d.variant == default), "dropped"
-                )
-                raise GateError(
-                    f"the default plan of {candidates.spec.key} cannot run here: {why}",
-                    hint="this is a fault of the default or of the compiler; report it with `plan --json`",
-                )
-        return found
 
     def refusal(self, spec: Spec, variants: Iterable[Variant]) -> str:
         """Why kernels may not be timed; empty if all have passed the gate."""
@@ -99,6 +46,88 @@ class Admission:
         cell, mode = Cell(spec, 1), ROLE_MODES[variant.structure.role]
         known = self._store.recall(cell, mode, variant.key, "gate", digests(cell, (variant,)), ask)
         return "" if known.status == "ok" else known.reason or known.status
+
+
+class Preparation:
+    """Points on their way through compiler and gate: those of one spec are timed while others compile.
+
+    The GPU gates what is compiled while the processors compile what is not.
+
+    Args:
+        admission: Gates.
+        compilation: Compiles.
+        report: Is told of progress.
+    """
+
+    def __init__(self, admission: Admission, compilation: Compilation, report: Report) -> None:
+        self._admission, self._compilation, self._report = admission, compilation, report
+        self._waiting: collections.deque[Compiled] = collections.deque()
+        self._refused: dict[tuple[Spec, Variant], str] = {}
+        self._found: dict[Spec, Candidates] = {}
+
+    def go_on(self) -> None:
+        """Hand further points to compilers that have nothing to do; to be called often, it does not wait."""
+        self._waiting += self._compilation.collect(block=False)
+
+    def beside(self, report: Report) -> Report:
+        """The same report, and compilers are kept busy by whoever reports."""
+
+        def told(event: Event) -> None:
+            report(event)
+            self.go_on()
+
+        return told
+
+    def of(self, specs: Iterable[Spec]) -> dict[Spec, Candidates]:
+        """Compiled and gated points of some specs; waits until all are there.
+
+        Raises:
+            GateError: A default plan is numerically wrong: nothing can be compared with it.
+        """
+        wanted = tuple(specs)
+        # What is of other specs is gated only while there is nothing better to do.
+        while not all(map(self._compilation.whole, wanted)) or any(r.spec in wanted for r in self._waiting):
+            if self._waiting:
+                self._gate(self._waiting.popleft())
+                self.go_on()
+            else:
+                self._waiting += self._compilation.collect()
+            self._report(self._compilation.event())
+        for spec in wanted:
+            if spec not in self._found:
+                self._found[spec] = self._passed(self._compilation.candidates(spec))
+        return {spec: self._found[spec] for spec in wanted}
+
+    def all(self) -> dict[Spec, Candidates]:
+        """As :meth:`of`, of every spec."""
+        return self.of(self._compilation.specs)
+
+    def _gate(self, result: Compiled) -> None:
+        spec, variant = result.spec, result.variant
+        default = space.points(spec, variant.structure.role).default
+        kept, dropped = select([result], self._compilation.gpu.limits, default)
+        refusal = self._admission.refusal(spec, [variant]) if kept else dropped[0].detail or dropped[0].reason
+        if kept:
+            self._refused[spec, variant] = refusal
+        if refusal and variant in default_plan(spec).variants:
+            raise GateError(
+                f"the default plan of {spec.key} cannot run here: {refusal}",
+                hint="this is a fault of the default or of the compiler; report it with `plan --json`",
+            )
+
+    def _passed(self, candidates: Candidates) -> Candidates:
+        """The same without what the gate has refused."""
+        for role, variants in candidates.by_role.items():
+            good = []
+            for variant in variants:
+                reason = self._refused[candidates.spec, variant]
+                if reason:
+                    candidates.dropped.append(Drop(variant, "gate", reason))
+                    candidates.gate_failures.append(f"{candidates.spec.key} {variant.key}: {reason}")
+                else:
+                    good.append(variant)
+            candidates.by_role[role] = good
+        return candidates
 
 
 def gate_plan(spec: Spec, variant: Variant) -> Plan:

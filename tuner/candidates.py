@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from ..codegen import space
 from ..codegen.compile import Compiled, Drop, select
@@ -17,7 +17,7 @@ from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Variant
 from ..runtime.spec import Spec
-from .progress import Event, Report
+from .progress import Event
 from .report import SpecPlan, dropped_by_reason
 from .request import Work
 from .search import interleave
@@ -82,6 +82,17 @@ def by_promise(
     return interleave(queues)
 
 
+def work_by_work(work: Iterable[Work], known: Mapping[Spec, Sequence[Variant]]) -> list[tuple[Spec, Variant]]:
+    """Every point to compile, all of one work before the next, so that one is measured while others compile.
+
+    Defaults come first: of them all must be right.
+    """
+    parts = [by_promise(spec_jobs([item]), known) for item in work]
+    whole = [job for part in parts for job in part]
+    defaults = [(spec, variant) for spec, variant in whole if variant in default_plan(spec).variants]
+    return list(dict.fromkeys((*defaults, *whole)))
+
+
 def in_time(jobs: Iterable[tuple[Spec, Variant]], until_s: float) -> Iterator[tuple[Spec, Variant]]:
     """The jobs that are read before ``until_s`` (monotonic clock); those of default plans always."""
     for spec, variant in jobs:
@@ -99,38 +110,75 @@ def left_notes(asked: int, left: int) -> tuple[str, ...]:
     )
 
 
-def compile_candidates(
-    jobs: Sequence[tuple[Spec, Variant]],
-    pool: CompilePool,
-    gpu: Gpu,
-    found: dict[Spec, Candidates],
-    report: Report,
-    until_s: float = math.inf,
-) -> Iterator[Compiled]:
-    """Compile points, yielding each result; ``found`` is filled when all are there.
+class Compilation:
+    """Points on their way through the compiler: those of a spec are there when its last one is.
 
-    After ``until_s`` (monotonic clock) only default plans are begun.
+    Args:
+        jobs: The points, in the order in which they are compiled.
+        pool: Compiles.
+        gpu: Whose limits hold.
+        until_s: When (monotonic clock) only default plans are begun any more.
     """
-    found.update((spec, Candidates(spec)) for spec, _ in jobs)
-    results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
-    for done, result in enumerate(pool.run(in_time(jobs, until_s)), 1):
-        results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = result
-        report(Event("compile", done, len(jobs), f"{len(found)} specs"))
-        yield result
-    for (spec, role), asked in Counter((spec, variant.structure.role) for spec, variant in jobs).items():
-        by_variant = results.get((spec, role), {})
-        points = space.points(spec, role)
-        ordered = [by_variant[v] for v in points.variants if v in by_variant]
-        kept, dropped = select(ordered, gpu.limits, points.default)
-        candidates = found[spec]
-        candidates.points += points.total
-        candidates.dropped += dropped
-        candidates.by_role[role] = [result.variant for result in kept]
-        candidates.compiled |= by_variant
-        for name, count in points.rejected.items():
-            candidates.dropped += [Drop(points.variants[0], f"constraint: {name}")] * count
-        left = asked - len(by_variant)
-        candidates.asked += asked
-        candidates.left += left
-        candidates.dropped += [Drop(points.variants[0], UNPROMISING)] * (len(points.variants) - asked)
-        candidates.dropped += [Drop(points.variants[0], NO_TIME)] * left
+
+    def __init__(
+        self,
+        jobs: Sequence[tuple[Spec, Variant]],
+        pool: CompilePool,
+        gpu: Gpu,
+        until_s: float = math.inf,
+    ) -> None:
+        self.total = len(jobs)
+        self.specs = tuple(dict.fromkeys(spec for spec, _ in jobs))
+        self.back = 0
+        """Points that have been compiled."""
+        self.gpu = gpu
+        self._asked = Counter((spec, variant.structure.role) for spec, variant in jobs)
+        self._missing = Counter(spec for spec, _ in jobs)
+        self._results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
+        self._run = pool.begin(in_time(jobs, until_s))
+
+    def collect(self, block: bool = True) -> list[Compiled]:
+        """What has been compiled since the last call (see :meth:`.CompileRun.collect`)."""
+        results = cast("list[Compiled]", self._run.collect(block))
+        for result in results:
+            self._results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = (
+                result
+            )
+            self._missing[result.spec] -= 1
+        self.back += len(results)
+        return results
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been collected."""
+        return self._run.done
+
+    def whole(self, spec: Spec) -> bool:
+        """Whether nothing of ``spec`` is still to come."""
+        return self._run.done or not self._missing[spec]
+
+    def candidates(self, spec: Spec) -> Candidates:
+        """The points of ``spec``, once they are :meth:`whole`."""
+        candidates = Candidates(spec)
+        for role in (role for of, role in self._asked if of == spec):
+            by_variant = self._results.get((spec, role), {})
+            points = space.points(spec, role)
+            ordered = [by_variant[v] for v in points.variants if v in by_variant]
+            kept, dropped = select(ordered, self.gpu.limits, points.default)
+            candidates.points += points.total
+            candidates.dropped += dropped
+            candidates.by_role[role] = [result.variant for result in kept]
+            candidates.compiled |= by_variant
+            for name, count in points.rejected.items():
+                candidates.dropped += [Drop(points.variants[0], f"constraint: {name}")] * count
+            asked = self._asked[spec, role]
+            left = asked - len(by_variant)
+            candidates.asked += asked
+            candidates.left += left
+            candidates.dropped += [Drop(points.variants[0], UNPROMISING)] * (len(points.variants) - asked)
+            candidates.dropped += [Drop(points.variants[0], NO_TIME)] * left
+        return candidates
+
+    def event(self) -> Event:
+        """Where it stands."""
+        return Event("compile", self.back, self.total, f"{len(self.specs)} specs")

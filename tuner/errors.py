@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..runtime.errors import ReplayError
 from ..runtime.errors import ToolchainError as ToolchainError
 
@@ -32,3 +34,11 @@ class CoverageError(ReplayError, RuntimeError):
 
 class StoreError(ReplayError, RuntimeError):
     """The store of measurements, or a file of results, cannot be used or written."""
+
+
+class InterruptedTune(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended a tune; the rows of specs that were whole have been written."""
+
+    def __init__(self, rows: int, table: Path) -> None:
+        super().__init__(rows, table)
+        self.rows, self.table = rows, table

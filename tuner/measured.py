@@ -22,8 +22,8 @@ from ..runtime.lookup import default_lookup
 from ..runtime.plan import PLAN_ROLES, Plan, Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row
-from .admission import Admission, digests
-from .candidates import Candidates, by_promise, spec_jobs
+from .admission import Admission, Preparation, digests
+from .candidates import Candidates, Compilation, by_promise, spec_jobs, work_by_work
 from .choose import CurvePoint, Rules, Verdict, choose, suspects
 from .errors import GateError
 from .gpu_bench import GpuBench
@@ -85,21 +85,26 @@ class MeasuredTune:
         }
         self._began = time.monotonic()
         self._deadline = job.budget.until_s(self._began)
+        self._preparation: Preparation | None = None
         self._trials = job.budget.trials
 
-    def prepare(self, pool: CompilePool) -> dict[Spec, Candidates]:
-        """Compile and gate every point; the pool's caches are those of the bench.
+    def prepare(self, pool: CompilePool) -> Preparation:
+        """Begin to compile every point; the pool's caches are those of the bench.
 
-        Raises:
-            GateError: A default plan is numerically wrong: nothing can be compared with it.
+        Without a time to keep, points come work by work, and :meth:`cells` measures one while others compile.
+        Where time may end compiling, every spec gets its likeliest points first.
         """
         likely = {
             spec: interleave([self._seeds[spec, batch] for batch in curve])
             for spec, curve in self._curves.items()
         }
-        jobs = by_promise(spec_jobs(self._job.work), likely)
+        work = self._job.work
+        timed = math.isfinite(self._deadline)
+        jobs = by_promise(spec_jobs(work), likely) if timed else work_by_work(work, likely)
         until_s = self._began + COMPILE_SHARE * (self._deadline - self._began)
-        return self._admission.candidates(jobs, pool, self._gpu, self._report, until_s)
+        compilation = Compilation(jobs, pool, self._gpu, until_s)
+        self._preparation = Preparation(self._admission, compilation, self._report)
+        return self._preparation
 
     def cells(self, work: Work, found: Mapping[Spec, Candidates], share: float = 1.0) -> list[CellResult]:
         """Search and choose along the curve of batches of one spec.
@@ -341,6 +346,8 @@ class MeasuredTune:
     def _measured(self, event: Measured) -> None:
         batch = event.measurement.cell.effective_batch
         self._report(Event(f"{event.stage} {self._stage}", event.done, event.total, f"batch {batch}"))
+        if self._preparation is not None:
+            self._preparation.go_on()
 
 
 def _roles(work: Work) -> list[tuple[Spec, str]]:

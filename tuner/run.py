@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import re
@@ -27,10 +26,10 @@ from ..runtime.plan import Variant
 from ..runtime.spec import Spec
 from ..runtime.table import Row, Table, Toolchain, load
 from . import runfile
-from .candidates import Candidates, by_promise, compile_candidates, left_notes, spec_jobs
+from .candidates import Candidates, Compilation, by_promise, left_notes, spec_jobs
 from .check import check
 from .convolution import ConvResult, ConvTune
-from .errors import UsageError
+from .errors import InterruptedTune, UsageError
 from .generate import generate
 from .gpu_bench import GpuBench
 from .measured import MeasuredTune, budget_share, cache_folder, workers
@@ -65,13 +64,19 @@ def plan(job: Job, report: Report) -> Planned:
     check_toolchain()
     gpu = job.target.gpu
     jobs = by_promise(spec_jobs(job.work), {}) if job.target.measured else static_jobs(job)
-    found: dict[Spec, Candidates] = {}
     with CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool:
-        collections.deque(compile_candidates(jobs, pool, gpu, found, report, until_s), maxlen=0)
+        compilation = Compilation(jobs, pool, gpu, until_s)
+        while not compilation.done:
+            for _ in compilation.collect():
+                report(compilation.event())
+    found = {spec: compilation.candidates(spec) for spec in compilation.specs}
     estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
     if job.target.measured:
-        estimate_s += SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
-        estimate_s += SECONDS_PER_CONV_CELL * sum(len(w.shapes) for w in job.convolutions)
+        timing_s = SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
+        timing_s += SECONDS_PER_CONV_CELL * sum(len(w.shapes) for w in job.convolutions)
+        # The first work waits for its points, the others compile beside what is timed.
+        first_s = estimate_s / max(1, len(job.work))
+        estimate_s = first_s + max(estimate_s - first_s, timing_s)
     if job.budget.minutes is not None:
         estimate_s = min(estimate_s, 60 * job.budget.minutes)
     return Planned(
@@ -100,6 +105,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         EmitError: The output folder cannot be written.
         TableError: The output folder has a table of this GPU that cannot be read.
         UsageError: A static tune is to be batch-invariant beside measured rows that are not.
+        InterruptedTune: A Ctrl-C, once rows of some specs were whole: these have been written.
     """
     check_toolchain(launching=job.target.measured)
     check_writable(job.output, job.target.gpu.info)
@@ -108,6 +114,8 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     began = time.monotonic()
     gpu = job.target.gpu
     cells: list[CellResult] = []
+    found: dict[Spec, Candidates] = {}
+    stopped: KeyboardInterrupt | None = None
     with (
         CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool,
         GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
@@ -116,18 +124,25 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         environment = gpu_bench.environment
         resumed = bool(store.measurements()) or any(pool.triton_cache.glob("*"))
         tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
-        found = tuning.prepare(pool)
-        pool.close()
-        convolving = ConvTune(gpu_bench, store, report)
+        preparation = tuning.prepare(pool)
+        convolving = ConvTune(gpu_bench, store, preparation.beside(report))
         convolved = [result for work in job.convolutions for result in convolving.results(work)]
         shares = [budget_share(work) for work in job.work]
-        for i, work in enumerate(job.work):
-            cells += tuning.cells(work, found, shares[i] / sum(shares[i:]))
+        try:
+            for i, work in enumerate(job.work):
+                found |= preparation.of(work.specs)
+                cells += tuning.cells(work, found, shares[i] / sum(shares[i:]))
+        except KeyboardInterrupt as interrupt:
+            if not cells:
+                raise
+            stopped = interrupt
     tiles = [result.row(convolving.digest, environment.triton, runfile.today()) for result in convolved]
     rows = _rows(cells, found, environment.triton)
     table = dataclasses.replace(_table(gpu, environment, rows), convolutions=tuple(tiles))
     before = _held(job)
     emission = emit(job.output, table)
+    if stopped is not None:
+        raise InterruptedTune(len(rows), emission.table_path) from stopped
     minutes = (time.monotonic() - began) / 60
     written = load(emission.table_path)
     notes = [job.target.note, *job.notes, *_left_notes(found), *emission.notes]

@@ -13,6 +13,7 @@ import click
 
 from ...codegen.files import EmitError
 from ...runtime.errors import ReplayError
+from ..errors import InterruptedTune
 from .exit_codes import ExitCode, exit_code
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ def _parts(error: BaseException, code: ExitCode) -> tuple[str, str, str]:
         context = getattr(error, "ctx", None)
         verb = context.command_path if context is not None else "replayssm-tune"
         return error.format_message().rstrip("."), "", f"see {verb} --help"
+    if isinstance(error, InterruptedTune):
+        what = f"interrupted; the {error.rows} rows that were whole are written"
+        return what, str(error.table), "what was measured is kept; the same command resumes"
     if code is ExitCode.INTERRUPTED:
         return "interrupted", "", "what was measured is kept; the same command resumes"
     if isinstance(error, OSError) and code is ExitCode.STORE:
