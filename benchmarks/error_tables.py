@@ -12,23 +12,45 @@ from replayssm_tune.runtime.spec import DTYPE_BYTES
 from replayssm_tune.tuner.rounding import significant
 
 
-def error_places(records: Sequence[Record]) -> list[str]:
-    """Where the errors that are shown were recorded: GPUs, or the CPU while there is none."""
-    gpus = sorted({record["cell"]["gpu"] for record in select(records, "state_error")})
-    return [gpu for gpu in gpus if gpu != "cpu"] or gpus
+def error_places(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Where the errors that are shown were recorded, by family: GPUs, or the CPU while there is none."""
+    found: dict[str, set[str]] = {}
+    for record in select(records, "state_error"):
+        found.setdefault(record["cell"]["family"], set()).add(record["cell"]["gpu"])
+    return {family: sorted(places - {"cpu"}) or ["cpu"] for family, places in found.items()}
+
+
+def _shown(records: Sequence[Record]) -> list[Record]:
+    """The errors that are shown."""
+    places = error_places(records)
+    return [
+        record
+        for record in records
+        if record["claim"] in (*ERROR_CLAIMS, "folds")
+        and record["cell"]["gpu"] in places.get(record["cell"]["family"], ())
+    ]
 
 
 def error_source_region(records: Sequence[Record]) -> str:
     """What the errors are of: the eager reference or a GPU's kernels."""
     places = error_places(records)
-    runs = sorted({r["run"] for r in records if r["claim"] in ERROR_CLAIMS and r["cell"]["gpu"] in places})
+    runs = sorted({r["run"] for r in _shown(records) if r["claim"] in ERROR_CLAIMS})
     files = ", ".join(f"[{run}](../benchmarks/results/{run})" for run in runs)
-    if places in ([], ["cpu"]):
+    eager = [FAMILY_NAMES[family] for family, found in places.items() if found == ["cpu"]]
+    if len(eager) == len(places):
         return (
             "**All figures of this page are of the eager reference**, which is what the ops run on a CPU: no "
             f"run on a GPU has been recorded yet. Kernels are held to the same bound by the gate. ({files})"
         )
-    return f"Recorded on {', '.join(places)}, with the kernels that dispatch serves there. ({files})"
+    gpus = sorted({place for found in places.values() for place in found} - {"cpu"})
+    source = f"Recorded on {', '.join(gpus)}, with the kernels that dispatch serves there. "
+    if eager:
+        source += (
+            f"**Figures of {' and '.join(eager)} are of the eager reference**, which is what the ops run on "
+            "a CPU: no run of it on a GPU has been recorded yet. Kernels are held to the same bound by the "
+            "gate. "
+        )
+    return f"{source}({files})"
 
 
 ERROR_HEADER = ("on", "layer", "T", "kernel", "state", "ring")
@@ -37,18 +59,17 @@ ERROR_HEADER = ("on", "layer", "T", "kernel", "state", "ring")
 
 def _variants(records: Sequence[Record], claim: str) -> list[tuple[Cell, list[Record]]]:
     """Records of a claim by their cells without tokens: native, and behind it replay of the same layer."""
-    places = error_places(records)
     found: dict[str, tuple[Cell, list[Record]]] = {}
-    for record in select(records, claim):
+    for record in select(_shown(records), claim):
         cell = {k: v for k, v in record["cell"].items() if k != "tokens"}
-        if cell["gpu"] in places and cell["kernel"] in ("native", "replay"):
+        if cell["kernel"] in ("native", "replay"):
             found.setdefault(json.dumps(cell), (cell, []))[1].append(record)
     families, dtypes = list(FAMILY_NAMES), list(DTYPE_BYTES)
 
     def place(item: tuple[Cell, list[Record]]) -> tuple[Any, ...]:
         cell = item[0]
         family, state = families.index(cell["family"]), dtypes.index(cell["state_dtype"])
-        return cell["gpu"], family, cell["T"], state, cell["kernel"], cell.get("ring_dtype", "")
+        return family, cell["gpu"], cell["T"], state, cell["kernel"], cell.get("ring_dtype", "")
 
     return sorted(found.values(), key=place)
 
@@ -90,11 +111,10 @@ def state_errors_region(records: Sequence[Record]) -> str:
 def rounding_region(records: Sequence[Record]) -> str:
     """What rounding the outputs alone would give."""
     rows: dict[tuple[str, str], dict[str, float]] = {}
-    for record in select(records, "output_error", kernel="rounding"):
+    for record in select(_shown(records), "output_error", kernel="rounding"):
         cell = record["cell"]
-        if cell["gpu"] in error_places(records):
-            values = rows.setdefault((cell["gpu"], short_name(cell)), {})
-            values[str(cell["tokens"])] = record["value"]
+        values = rows.setdefault((cell["gpu"], short_name(cell)), {})
+        values[str(cell["tokens"])] = record["value"]
     first, *others = (str(n) for n in ERROR_TOKENS)
     table = [
         [*key, *(_error(values[n]) if n in values else "" for n in (first, *others))]

@@ -141,13 +141,14 @@ class ErrorPanel:
         return f"{self.layer}: {ERROR_NAMES[self.claim]}"
 
 
-def error_panels(records: Sequence[Record], place: str, num_tokens: int = 1) -> list[list[ErrorPanel]]:
+def error_panels(records: Sequence[Record], num_tokens: int = 1) -> list[list[ErrorPanel]]:
     """A row of panels per layer; ideals come last, so that they show on what they are of."""
     rows = []
+    places = _places(records)
     for family in FAMILY_NAMES:
         row = []
         for claim in ERROR_NAMES:
-            found = select(records, claim, gpu=place, family=family)
+            found = select(records, claim, gpu=places.get(family, ""), family=family)
             points: dict[str, list[tuple[int, float]]] = {}
             for record in found:
                 cell = record["cell"]
@@ -169,6 +170,12 @@ def error_panels(records: Sequence[Record], place: str, num_tokens: int = 1) -> 
                 row.append(ErrorPanel(short_name(found[0]["cell"]), claim, series))
         rows.append(row)
     return rows
+
+
+def _places(records: Sequence[Record]) -> dict[str, str]:
+    """Where the errors that are drawn were recorded, by family: on one GPU, an H200 if there is one."""
+    found = error_places(records)
+    return {f: "H200" if "H200" in found[f] else found[f][0] for f in FAMILY_NAMES if f in found}
 
 
 WIDTH, ROW_HEIGHT = 900, 300
@@ -363,8 +370,12 @@ def figure(records: Sequence[Record]) -> str:
 
 def errors_figure(records: Sequence[Record]) -> str:
     """The figure of the accuracy page: errors of states and of outputs against tokens, one token a step."""
-    place = (["H200"] if "H200" in error_places(records) else error_places(records) or [""])[0]
-    where = "the eager reference on a CPU" if place == "cpu" else f"kernels on {place}"
+    names: dict[str, list[str]] = {}
+    for family, place in _places(records).items():
+        what = "the eager reference on a CPU" if place == "cpu" else f"kernels on {place}"
+        names.setdefault(what, []).append(FAMILY_NAMES[family])
+    alone = len(names) == 1
+    where = ", ".join(what if alone else f"{' and '.join(of)} {what}" for what, of in names.items())
     chart = Chart(
         f"Errors against fp64, {where}: bf16 activations, a token a step, window 16",
         "tokens",
@@ -374,7 +385,7 @@ def errors_figure(records: Sequence[Record]) -> str:
         legend_columns=3,
         own_axes=True,
     )
-    return draw(error_panels(records, place), chart)
+    return draw(error_panels(records), chart)
 
 
 if __name__ == "__main__":

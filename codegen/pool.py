@@ -174,7 +174,7 @@ class CompileRun:
         self.done = False
         """Whether all results have been collected."""
 
-    def collect(self, block: bool = True) -> list[_Result]:
+    def collect(self, block: bool = True) -> list[Compiled]:
         """Results since the last call; none if none is ready, or all have been collected.
 
         Args:
@@ -189,7 +189,7 @@ class CompileRun:
             results += self._pool._poll(block and not results)
             results += self._pool._feed(self._source)
         self.done = not results and not self._pool._busy
-        return results
+        return cast("list[Compiled]", results)
 
 
 class _Worker:

@@ -92,7 +92,7 @@ class Preparation:
                 self.go_on()
             else:
                 self._waiting += self._compilation.collect()
-            self._report(self._compilation.event())
+            self._report(self._event())
         for spec in wanted:
             if spec not in self._found:
                 self._found[spec] = self._passed(self._compilation.candidates(spec))
@@ -101,6 +101,12 @@ class Preparation:
     def all(self) -> dict[Spec, Candidates]:
         """As :meth:`of`, of every spec."""
         return self.of(self._compilation.specs)
+
+    def _event(self) -> Event:
+        compilation = self._compilation
+        if not compilation.done:
+            return compilation.event()
+        return Event("gate", compilation.back - len(self._waiting), compilation.total)
 
     def _gate(self, result: Compiled) -> None:
         spec, variant = result.spec, result.variant

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Final
 
 from ..codegen import space
 from ..codegen.compile import Compiled, Drop, select
@@ -139,7 +139,7 @@ class Compilation:
 
     def collect(self, block: bool = True) -> list[Compiled]:
         """What has been compiled since the last call (see :meth:`.CompileRun.collect`)."""
-        results = cast("list[Compiled]", self._run.collect(block))
+        results = self._run.collect(block)
         for result in results:
             self._results.setdefault((result.spec, result.variant.structure.role), {})[result.variant] = (
                 result

@@ -245,6 +245,23 @@ def test_runs_of_gpus_replace_that_of_a_cpu():
     assert "eager reference" in figure.errors_figure(only)
 
 
+def test_the_run_of_a_cpu_stands_for_families_that_no_gpu_has_run():
+    cpu, gpu = run(*both(), *both(GDN)), run(*both(state=2.1e-3), gpu="H200")
+    records = summary.derive([("2026-cpu.json", cpu), ("2026-h200.json", gpu)])
+    source = error_tables.error_source_region(records)
+    assert source.startswith("Recorded on H200")
+    assert "Figures of GDN are of the eager reference" in source
+    assert "2026-cpu.json" in source
+    assert "2026-h200.json" in source
+    text = documents.REGIONS["state-errors"](records)
+    assert "| H200 | Mamba-2" in text
+    assert "| cpu | GDN" in text
+    assert "| cpu | Mamba-2" not in text
+    drawn = figure.errors_figure(records)
+    assert "Mamba-2 kernels on H200, GDN the eager reference on a CPU" in drawn
+    assert len(figure.error_panels(records)[1]) == 2
+
+
 def test_errors_have_a_page_of_their_own():
     records = derive(*both())
     assert documents.asked_region(records) == documents.asked_region([])
@@ -254,7 +271,7 @@ def test_errors_have_a_page_of_their_own():
 def test_the_figure_of_errors_is_well_formed():
     drafts = replace(MAMBA2, op="verify", num_tokens=4)
     records = derive(*both(), *both(GDN), *both(replace(GDN, state_dtype="fp16")), cell(drafts, state=0.5))
-    panels = figure.error_panels(records, "cpu")
+    panels = figure.error_panels(records)
     assert [[p.title for p in row] for row in panels] == [
         ["Mamba-2 4 x 8: states", "Mamba-2 4 x 8: outputs"],
         ["GDN 6 x 8: states", "GDN 6 x 8: outputs"],

@@ -14,7 +14,7 @@ from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import save
 from replayssm_tune.tuner import device, report
 from replayssm_tune.tuner.cli import main, pipeline
-from replayssm_tune.tuner.errors import GateError, StoreError
+from replayssm_tune.tuner.errors import GateError, InterruptedTune, StoreError
 from replayssm_tune.tuner.progress import Event
 from replayssm_tune.tuner.report import Checked, Emitted, Finding, Planned
 from replayssm_tune.tuner.request import Budget
@@ -302,6 +302,11 @@ def test_missing_cells_end_with_their_own_code_after_the_result(call, tuner):
         (StoreError("the store belongs to an H200", hint="name another --store"), 8, ["belongs to an H200"]),
         (OSError(28, "No space left on device", "x/store"), 8, ["No space left", "x/store", "--store"]),
         (KeyboardInterrupt(), 130, ["interrupted", "the same command resumes"]),
+        (
+            InterruptedTune(4, Path("x/h200.json")),
+            130,
+            ["the 4 rows that were whole", "x/h200.json", "resumes"],
+        ),
         (ModuleNotFoundError("No module named 'triton'", name="triton"), 10, ["triton is not installed"]),
         (ZeroDivisionError("division by zero"), 1, ["internal: ZeroDivisionError", "--debug"]),
     ],

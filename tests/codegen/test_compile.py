@@ -204,6 +204,21 @@ def test_a_killed_worker_leaves_no_temporary_files(tmp_path, monkeypatch):
     assert list(elsewhere.iterdir()) == []
 
 
+def test_who_begins_a_run_can_do_something_else_meanwhile(cache_dir):
+    with CompilePool(H200, 2, 120.0, cache_dir) as pool:
+        run = pool.begin(SAMPLE)
+        assert run.collect(block=False) == [], "it does not wait for a process to start"
+        assert len(processes()) == 2
+        found = []
+        while not run.done:
+            found += run.collect()
+        assert {(result.spec, result.variant) for result in found} == set(SAMPLE)
+        assert {result.status for result in found} <= {"ok", "resources"}
+        assert run.collect() == []
+        (again,) = pool.run([SAMPLE[1]])
+        assert again.variant == SAMPLE[1][1]
+
+
 def test_a_crash_is_a_result_and_the_next_job_gets_a_new_process(cache_dir):
     jobs = [SAMPLE[1], SAMPLE[2], SAMPLE[3]]
     with CompilePool(H200, 1, 120.0, cache_dir) as pool:

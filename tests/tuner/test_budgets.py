@@ -52,6 +52,18 @@ def test_a_cut_leaves_every_spec_its_default_and_what_won_elsewhere() -> None:
     assert [s for s, _ in ordered[:8]] == [spec, spec.native] * 4
 
 
+def test_without_a_budget_one_work_compiles_after_the_other(tmp_path: Path) -> None:
+    here, folds = with_materializing(job(tmp_path))
+    spec = here.work[0].spec
+    won = space.points(spec, "both").variants[-1]
+    ordered = candidates.work_by_work(here.work, {spec: (won,)})
+    assert sorted(ordered) == sorted(candidates.spec_jobs(here.work))
+    defaults = [(s, default_plan(s).variants[0]) for s in (spec, spec.native, folds)]
+    assert ordered[:4] == [*defaults, (spec, won)], "all defaults must be right"
+    rest = [s for s, _ in ordered[3:]]
+    assert rest == [s for s in rest if s != folds] + [folds] * rest.count(folds)
+
+
 def test_a_budget_ends_compiling(fake: type[FakeGpu], tmp_path: Path) -> None:
     whole = run.tune(job(tmp_path / "whole"), silent)
     cut = run.tune(job(tmp_path / "cut", budget=Budget(minutes=1e-6)), silent)

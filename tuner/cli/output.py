@@ -76,6 +76,9 @@ def _parts(error: BaseException, code: ExitCode) -> tuple[str, str, str]:
         context = getattr(error, "ctx", None)
         verb = context.command_path if context is not None else "replayssm-tune"
         return error.format_message().rstrip("."), "", f"see {verb} --help"
+    # click has put its own exception around it
+    if isinstance(error, click.Abort) and isinstance(error.__cause__, InterruptedTune):
+        error = error.__cause__
     if isinstance(error, InterruptedTune):
         what = f"interrupted; the {error.rows} rows that were whole are written"
         return what, str(error.table), "what was measured is kept; the same command resumes"

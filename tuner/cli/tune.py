@@ -30,7 +30,7 @@ def tune(as_json: bool, results: Path | None, **values: Any) -> int:
     """Plan, compile, gate, search and emit: kernels and a dispatch table for one GPU.
 
     Without the GPU the table is static: compiled, analysed and ranked, not timed. An interrupted
-    run loses nothing that was measured; the same command resumes.
+    run loses nothing that was measured, and has rows of what was whole; the same command resumes.
     """
     from .. import drawing, progress, report
 
