@@ -155,7 +155,7 @@ class ConvTune:
         for cell, tile in tiles_of.items():
             default = _default(cell)
             for one in dict.fromkeys((tile, default)):
-                if wrong := self._gate(work.spec, one, work.spec.num_tokens > 1):
+                if wrong := self._gate(work.spec, one, False) or self._gate(work.spec, one, True):
                     raise GateError(
                         f"a served tile fails the gate: {wrong}",
                         where=f"{cell.key}: {one.key}",

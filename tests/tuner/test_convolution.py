@@ -283,10 +283,12 @@ def test_served_tiles_are_timed_beside_the_default(bench: FakeBench, tmp_path: P
         assert many.roof_us < many.time_us
         asked = len([ask for ask in bench.asked if ask[0] == "time"])
         assert asked == 2 * RULES.final_rounds * (2 + 3), "nothing but the served tiles and the default"
-        other = ConvTile(64, 1)
-        bench.wrong = {other: "outputs are off"}
+        other, another = ConvTile(64, 1), ConvTile(64, 2)
+        bench.wrong, bench.wrong_otherwise = {other: "outputs are off"}, {another: "outputs are off"}
         with pytest.raises(GateError, match="a served tile fails the gate: outputs are off"):
             tuning.served(WORK, lambda cell: other)
+        with pytest.raises(GateError, match="a served tile fails the gate: outputs are off"):
+            tuning.served(WORK, lambda cell: another)
 
 
 def test_a_served_tile_that_does_not_run_is_told(bench: FakeBench, tmp_path: Path) -> None:
