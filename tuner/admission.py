@@ -79,28 +79,30 @@ class Preparation:
         return told
 
     def of(self, specs: Iterable[Spec]) -> dict[Spec, Candidates]:
-        """Compiled and gated points of some specs; waits until all are there.
+        """Compiled and gated points of some specs; waits until all are there, and the default plans of all.
 
         Raises:
-            GateError: A default plan is numerically wrong: nothing can be compared with it.
+            GateError: A default plan, of whichever spec, does not run or is wrong: nothing can be compared
+                with it, and no spec is timed before that is known.
         """
         wanted = tuple(specs)
+        compilation = self._compilation
         # What is of other specs is gated only while there is nothing better to do.
-        while not all(map(self._compilation.whole, wanted)) or any(r.spec in wanted for r in self._waiting):
+        while (
+            not compilation.defaults_back
+            or not all(map(compilation.whole, wanted))
+            or any(r.spec in wanted or r.variant in default_plan(r.spec).variants for r in self._waiting)
+        ):
             if self._waiting:
                 self._gate(self._waiting.popleft())
                 self.go_on()
             else:
-                self._waiting += self._compilation.collect()
+                self._waiting += compilation.collect()
             self._report(self._event())
         for spec in wanted:
             if spec not in self._found:
-                self._found[spec] = self._passed(self._compilation.candidates(spec))
+                self._found[spec] = self._passed(compilation.candidates(spec))
         return {spec: self._found[spec] for spec in wanted}
-
-    def all(self) -> dict[Spec, Candidates]:
-        """As :meth:`of`, of every spec."""
-        return self.of(self._compilation.specs)
 
     def _event(self) -> Event:
         compilation = self._compilation

@@ -134,6 +134,7 @@ class Compilation:
         self.gpu = gpu
         self._asked = Counter((spec, variant.structure.role) for spec, variant in jobs)
         self._missing = Counter(spec for spec, _ in jobs)
+        self._defaults = {(spec, variant) for spec, variant in jobs if variant in default_plan(spec).variants}
         self._results: dict[tuple[Spec, str], dict[Variant, Compiled]] = {}
         self._run = pool.begin(in_time(jobs, until_s))
 
@@ -145,6 +146,7 @@ class Compilation:
                 result
             )
             self._missing[result.spec] -= 1
+            self._defaults.discard((result.spec, result.variant))
         self.back += len(results)
         return results
 
@@ -156,6 +158,11 @@ class Compilation:
     def whole(self, spec: Spec) -> bool:
         """Whether nothing of ``spec`` is still to come."""
         return self._run.done or not self._missing[spec]
+
+    @property
+    def defaults_back(self) -> bool:
+        """Whether the default plans of all specs have been compiled."""
+        return not self._defaults
 
     def candidates(self, spec: Spec) -> Candidates:
         """The points of ``spec``, once they are :meth:`whole`."""

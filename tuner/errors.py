@@ -37,7 +37,7 @@ class StoreError(ReplayError, RuntimeError):
 
 
 class InterruptedTune(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended a tune; the rows of specs that were whole have been written."""
+    """Ctrl-C or SIGTERM ended a tune; rows of the specs and convolutions that were whole are written."""
 
     def __init__(self, rows: int, table: Path) -> None:
         super().__init__(rows, table)

@@ -105,7 +105,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         EmitError: The output folder cannot be written.
         TableError: The output folder has a table of this GPU that cannot be read.
         UsageError: A static tune is to be batch-invariant beside measured rows that are not.
-        InterruptedTune: A Ctrl-C, once rows of some specs were whole: these have been written.
+        InterruptedTune: A Ctrl-C, once some specs or convolutions were whole: their rows have been written.
     """
     check_toolchain(launching=job.target.measured)
     check_writable(job.output, job.target.gpu.info)
@@ -126,23 +126,25 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
         tuning = MeasuredTune(job, gpu_bench, store, report, _known_rows(job))
         preparation = tuning.prepare(pool)
         convolving = ConvTune(gpu_bench, store, preparation.beside(report))
-        convolved = [result for work in job.convolutions for result in convolving.results(work)]
+        convolved: list[ConvResult] = []
         shares = [budget_share(work) for work in job.work]
         try:
+            for convolution in job.convolutions:
+                convolved += convolving.results(convolution)
             for i, work in enumerate(job.work):
                 found |= preparation.of(work.specs)
                 cells += tuning.cells(work, found, shares[i] / sum(shares[i:]))
         except KeyboardInterrupt as interrupt:
-            if not cells:
-                raise
             stopped = interrupt
     tiles = [result.row(convolving.digest, environment.triton, runfile.today()) for result in convolved]
     rows = _rows(cells, found, environment.triton)
+    if stopped is not None and not (rows or tiles):
+        raise stopped
     table = dataclasses.replace(_table(gpu, environment, rows), convolutions=tuple(tiles))
     before = _held(job)
     emission = emit(job.output, table)
     if stopped is not None:
-        raise InterruptedTune(len(rows), emission.table_path) from stopped
+        raise InterruptedTune(len(rows) + len(tiles), emission.table_path) from stopped
     minutes = (time.monotonic() - began) / 60
     written = load(emission.table_path)
     notes = [job.target.note, *job.notes, *_left_notes(found), *emission.notes]

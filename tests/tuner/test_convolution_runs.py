@@ -15,6 +15,7 @@ from replayssm_tune.runtime.conv_tiles import ConvTile, default_tile
 from replayssm_tune.runtime.table import load, save
 from replayssm_tune.tuner import drawing, report, run, tables
 from replayssm_tune.tuner.check import check
+from replayssm_tune.tuner.errors import InterruptedTune
 from replayssm_tune.tuner.progress import silent
 from replayssm_tune.tuner.request import ConvWork, Job, Target, Work
 from tests.runtime import table_samples
@@ -25,11 +26,13 @@ from tests.tuner.fake_bench import SPEC as STEP
 from tests.tuner.samples import drawn
 
 
-def tune(fake: Any, bench: FakeBench, folder: Path) -> tuple[report.Tuned, Job]:
-    """A measured tune of one batch and of ``WORK``, and its job."""
+def tune(
+    fake: Any, bench: FakeBench, folder: Path, works: tuple[ConvWork, ...] = (WORK,)
+) -> tuple[report.Tuned, Job]:
+    """A measured tune of one batch and of convolutions, and its job."""
     for name in ("conv_gate", "conv_time", "conv_roof"):
         setattr(fake, name, staticmethod(getattr(bench, name)))
-    job = dataclasses.replace(tunes.job(folder, batches=(1,)), convolutions=(WORK,))
+    job = dataclasses.replace(tunes.job(folder, batches=(1,)), convolutions=works)
     return run.tune(job, silent, folder / "results"), job
 
 
@@ -74,6 +77,29 @@ def test_a_tune_writes_tiles_beside_rows_and_resumes(
     region = documents.convolution_region(records).splitlines()
     assert region[-1].startswith("| H200 | 1 | bf16/bf16/bf16 | 64 | 10240 | 2 |")
     assert documents.convolution_region([]) == "No recorded run has timed it yet."
+
+
+def test_convolutions_that_were_whole_when_a_tune_was_interrupted_are_in_the_table(
+    fake: Any, tmp_path: Path
+) -> None:
+    drafts = ConvWork(dataclasses.replace(SPEC, num_tokens=4), WORK.shapes[:1])
+    bench = FakeBench()
+    tune(fake, bench, tmp_path / "first")
+    bench.stop_after = len(bench.asked) - 1
+    bench.asked.clear()
+    with pytest.raises(KeyboardInterrupt) as early:
+        tune(fake, bench, tmp_path)
+    assert not isinstance(early.value, InterruptedTune), "one shape is not the whole convolution"
+    assert not list((tmp_path / "generated").rglob("*.json"))
+    bench.stop_after = len(bench.asked) + 3
+    with pytest.raises(InterruptedTune) as late:
+        tune(fake, bench, tmp_path, (WORK, drafts))
+    written = load(late.value.table)
+    assert not written.rows
+    assert [(row.spec, row.rows, row.channels) for row in written.convolutions] == [
+        (SPEC, *shape) for shape in WORK.shapes
+    ]
+    assert late.value.rows == len(WORK.shapes)
 
 
 def test_a_bench_times_tiles_beside_rows(

@@ -221,6 +221,23 @@ def test_what_was_whole_when_a_tune_was_interrupted_is_in_the_table(
     assert {row.key for row in run.tune(there, silent).table.rows} == {row.key for row in whole.table.rows}
 
 
+def test_an_interrupted_tune_in_which_nothing_ran_writes_no_table(
+    fake: type[FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, folds = with_materializing(job(tmp_path))
+
+    def fails(self: FakeGpu, cell: Cell, variants: tuple[Variant, ...], mode: str, repeats: int) -> Timing:
+        if cell.spec == folds:
+            raise KeyboardInterrupt
+        return Timing((), "resources", "out of memory")
+
+    monkeypatch.setattr(fake, "time", fails)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        run.tune(here, silent)
+    assert not isinstance(interrupt.value, InterruptedTune)
+    assert not list((tmp_path / "generated").rglob("*.json"))
+
+
 def test_a_spec_is_timed_while_the_next_ones_compile(
     fake: type[FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +288,33 @@ def test_a_wrong_default_ends_the_tune(fake: type[FakeGpu], tmp_path: Path) -> N
     fake.wrong = frozenset({default_plan(spec).variants[0].key})
     with pytest.raises(GateError, match="default plan"):
         run.tune(job(tmp_path), silent)
+
+
+@pytest.mark.parametrize("status", ["timeout", "ok"])
+def test_no_spec_is_timed_before_all_defaults_are_right(
+    fake: type[FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """The default of the last spec comes back from the compiler last, and fails there or at the gate."""
+    here, folds = with_materializing(job(tmp_path))
+    (bad,) = default_plan(folds).variants
+    collect = CompileRun.collect
+
+    def last(self: CompileRun, block: bool = True) -> list[Any]:
+        held: list[Any] = self.__dict__.setdefault("held", [])
+        found = collect(self, block)
+        late = [result for result in found if (result.spec, result.variant) == (folds, bad)]
+        held += [dataclasses.replace(r, status=status, reason="it takes its time") for r in late]
+        found = [result for result in found if result not in late]
+        if self.done and held:
+            found.append(held.pop())
+        self.done = self.done and not found
+        return found
+
+    monkeypatch.setattr(CompileRun, "collect", last)
+    fake.wrong = frozenset({bad.key} if status == "ok" else ())
+    with pytest.raises(GateError, match=f"default plan of {folds.key}"):
+        run.tune(here, silent)
+    assert fake.asked == []
 
 
 def test_a_store_of_another_gpu_is_refused(fake: type[FakeGpu], tmp_path: Path) -> None:
