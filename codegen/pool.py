@@ -10,7 +10,9 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, cast
 
@@ -192,6 +194,16 @@ class CompileRun:
         return cast("list[Compiled]", results)
 
 
+def start_apart(process: BaseProcess) -> None:
+    """Start a process that no Ctrl-C reaches, not even before it has made a group of its own."""
+    resource_tracker.ensure_running()  # a start would do it, and unblock the signal
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 class _Worker:
     """One process and the pipe to it. A job's time does not include the process's start."""
 
@@ -201,7 +213,7 @@ class _Worker:
         self._process = context.Process(
             target=_serve, args=(theirs, gpu, modules, triton_cache, scratch), name="compile", daemon=True
         )
-        self._process.start()
+        start_apart(self._process)
         theirs.close()
         self._timeout_s = timeout_s
         self._job: Job | TileJob | None = None

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..codegen.pool import start_apart
 from ..runtime.conv_tiles import ConvSpec, ConvTile
 from ..runtime.plan import Plan, Variant
 from ..runtime.spec import Spec
@@ -139,7 +140,7 @@ class GpuBench:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, *self._paths), daemon=True)
-        self._process.start()
+        start_apart(self._process)
         theirs.close()
         self._pipe = ours
 

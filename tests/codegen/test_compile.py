@@ -272,6 +272,39 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     assert not Path(f"/proc/{worker}").exists()
 
 
+def test_an_interrupt_does_not_reach_workers_that_start(tmp_path):
+    """They are still of the caller's group then."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "from tests.codegen.test_compile import H200, SAMPLE, CompilePool\n"
+        "if __name__ == '__main__':\n"
+        "    with CompilePool(H200, 2, 120.0, pathlib.Path(sys.argv[1])) as pool:\n"
+        "        run = pool.begin(SAMPLE)\n"
+        "        run.collect(block=False)\n"
+        "        try:\n"
+        "            print('started', flush=True)\n"
+        "            run.collect()\n"
+        "        except KeyboardInterrupt:\n"
+        "            results = [*run.collect(), *run.collect(), *run.collect()]\n"  # after two have started
+        "            print(*{result.status for result in results}, flush=True)\n"
+    )
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    caller = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == "started\n"
+    os.killpg(caller.pid, signal.SIGINT)
+    assert caller.communicate(timeout=120) == ("ok\n", "")
+    assert caller.returncode == 0
+
+
 def test_a_missing_assembler_is_named(monkeypatch):
     monkeypatch.setattr(compile_module, "_tool", lambda name: f"/nowhere/{name}")
     with pytest.raises(ToolchainError, match=r"ptxas.*install triton again"):
