@@ -238,6 +238,28 @@ def test_an_interruption_ends_with_its_code(number):
     assert "error: interrupted" in ended.stderr
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["plan", "--gpu", "H100"], 130)])
+def test_a_signal_to_the_interpreter_that_goes_does_not_change_the_code(arguments, code):
+    program = (
+        "import os, signal, time\n"
+        "from replayssm_tune.tuner.cli import main, plan\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGTERM):\n"
+        "        kill(process, number)\n"
+        "late = Late()\n"  # goes with this module, after signals do again what they do by default
+        "def work(*_, **__):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(30)\n"
+        "plan.options.build_job = work\n"
+        f"main({arguments})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert ended.returncode == code, ended.stderr
+
+
 def test_a_check_that_is_terminated_leaves_no_temporary_files(tmp_path):
     """``timeout`` sends the signal twice: here when the pool is at work, and when the folder is removed."""
     program = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import io
@@ -92,7 +93,8 @@ class _Terminated:
     """Handler of SIGTERM, with which batch systems and containers end a run: it ends as by Ctrl-C.
 
     The signal often comes twice (``timeout`` sends it to a process and to its group). The second one
-    must not end the clean-up that the first one has begun.
+    must not end the clean-up that the first one has begun, nor change the code with which the interpreter,
+    which restores what signals do by default, goes.
     """
 
     def __init__(self) -> None:
@@ -112,6 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, _Terminated())
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         result = cli.main(words, prog_name="replayssm-tune", standalone_mode=False)
         code = int(result) if isinstance(result, int) else int(ExitCode.OK)
     except SystemExit:
