@@ -34,6 +34,8 @@ def _shown(records: Sequence[Record]) -> list[Record]:
 def error_source_region(records: Sequence[Record]) -> str:
     """What the errors are of: the eager reference or a GPU's kernels."""
     places = error_places(records)
+    if not places:
+        return "No errors have been recorded yet: run `python benchmarks/accuracy.py`."
     runs = sorted({r["run"] for r in _shown(records) if r["claim"] in ERROR_CLAIMS})
     files = ", ".join(f"[{run}](../benchmarks/results/{run})" for run in runs)
     eager = [FAMILY_NAMES[family] for family, found in places.items() if found == ["cpu"]]

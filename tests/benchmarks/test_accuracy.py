@@ -298,6 +298,7 @@ def test_the_figure_of_errors_is_well_formed():
 def test_no_errors_to_draw_is_said():
     with pytest.raises(ValueError, match=r"accuracy\.py"):
         figure.errors_figure([])
+    assert "No errors have been recorded" in error_tables.error_source_region([])
 
 
 # ---- what is recorded ----
