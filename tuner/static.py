@@ -24,6 +24,7 @@ from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
 from ..codegen.timeouts import TIMEOUT_S
+from ..runtime.abi import state_block
 from ..runtime.defaults import default_plan
 from ..runtime.plan import Plan, Structure, Variant
 from ..runtime.spec import DTYPE_BYTES, Spec
@@ -183,6 +184,8 @@ def _is_promising(spec: Spec, variant: Variant) -> bool:
     structure, tile = variant.structure, variant.tile
     if structure.role == "native":
         return tile.block_n >= 64 and tile.num_warps <= 2
+    if tile.fold_block_n < min(32, state_block(spec)):
+        return False  # what so few columns gain, registers of a read beside the fold, the model does not know
     if spec.verifies:
         return not tile.max_registers  # few points, none of which has been compared with the others
     if structure.route == "rebuild":

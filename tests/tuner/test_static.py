@@ -194,6 +194,7 @@ def test_promising_points_are_few_and_hold_the_default(spec):
     assert native[0] == default_plan(spec.native).variants[0]
     assert 40 <= len(both) <= 150
     assert 10 <= len(native) <= 25
+    assert min(v.tile.fold_block_n for v in both) >= 32, "what fewer gain the model does not know"
     assert {v.structure.load for v in both} == {"early", "late"}
     assert {v.structure.readout for v in both} == {"elementwise", "dot"}
     assert ("rebuild" in {v.structure.route for v in both}) == (spec.family == "gdn")
