@@ -105,7 +105,7 @@ def _columns(*sizes: int) -> Callable[[Spec], tuple[int, ...]]:
 def _few_columns(spec: Spec) -> tuple[int, ...]:
     """So few that the fold's registers do not bound how many programs read, of an fp32 state.
 
-    Of a narrower one they are a single sector of a row: stores of them took a third longer.
+    Of a narrower one they are a single sector of a row, and stores of those are slow.
     """
     return (min(16, state_block(spec)),) if spec.state_dtype == "fp32" else ()
 
