@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from ..codegen.cache import rendered
+from ..codegen.files import emit_error
 from ..codegen.space import broken_constraint, folds
 from ..runtime.abi import next_power_of_two, state_block
 from ..runtime.errors import ToolchainError
@@ -92,14 +93,20 @@ class InterpretedGate:
     Args:
         structures: Pairs of spec and structure; those that come down to the same small case run once.
         modules: Folder for rendered modules.
+
+    Raises:
+        EmitError: Nothing can be written there.
     """
 
     def __init__(self, structures: Iterable[tuple[Spec, Structure]], modules: Path) -> None:
         self._cases = {pair: (small_spec(pair[0]).key, pair[1].key) for pair in structures}
         self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
-        modules.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="interpreted-", dir=modules.parent)
+        try:
+            modules.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.TemporaryDirectory(prefix="interpreted-", dir=modules.parent)
+        except OSError as error:
+            raise emit_error(modules.parent, error) from error
         names = ("request.json", "answers.jsonl", "errors.txt")
         self._request, self._answers, self._errors = (Path(self._folder.name) / name for name in names)
 

@@ -87,7 +87,7 @@ def find(name: str) -> Model:
     raise UsageError(
         f"unknown model '{name}'",
         where="--model",
-        hint=f"{suggestion}Known are {', '.join(models)}; for others give --hf-config or the shape",
+        hint=f"{suggestion}known are {', '.join(models)}; for others give --hf-config or the shape",
     )
 
 

@@ -110,7 +110,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     check_toolchain(launching=job.target.measured)
     check_writable(job.output, job.target.gpu.info)
     if not job.target.measured:
-        return _static(job, report)
+        return _static(job, report, results)
     began = time.monotonic()
     gpu = job.target.gpu
     cells: list[CellResult] = []
@@ -288,7 +288,7 @@ def _record(
     return runfile.write_run(folder, data)
 
 
-def _static(job: Job, report: Report) -> Tuned:
+def _static(job: Job, report: Report, results: Path | None) -> Tuned:
     began = time.monotonic()
     gpu = job.target.gpu
     before = _held(job)
@@ -322,6 +322,7 @@ def _static(job: Job, report: Report) -> Tuned:
         notes=(
             *(job.target.note, *job.notes, *result.notes, *emission.notes),
             *([CONV_STATIC] if job.convolutions else ()),
+            *([] if results is None else [f"no run file in {results}: nothing was timed"]),
             *_promise_notes(job, before, written),
         ),
     )

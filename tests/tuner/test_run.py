@@ -21,7 +21,7 @@ from replayssm_tune.tuner.errors import GateError, InterruptedTune, StoreError
 from replayssm_tune.tuner.progress import Event, silent
 from replayssm_tune.tuner.records import Cell, Timing
 from replayssm_tune.tuner.request import Budget, Target
-from replayssm_tune.tuner.static import static_jobs
+from replayssm_tune.tuner.static import StaticTune, static_jobs
 from tests.tuner.tunes import GPU, HERE, FakeGpu, job, with_materializing
 
 
@@ -430,6 +430,15 @@ def test_a_plan_without_the_gpu_compiles_what_a_static_tune_would(tmp_path: Path
         assert plan.points == compiled + dropped["less promising, not compiled"] + constraints
     assert planned.estimate_s is not None
     assert planned.estimate_s > 0
+
+
+def test_a_static_tune_says_that_it_records_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "check_toolchain", lambda launching=False: "")
+    monkeypatch.setattr(run, "static_tune", lambda *_: StaticTune((), (), (), {}, ()))
+    here = dataclasses.replace(job(tmp_path), target=Target(GPU, False, "static"))
+    (note,) = (n for n in run.tune(here, silent, tmp_path / "results").notes if "run file" in n)
+    assert note == f"no run file in {tmp_path / 'results'}: nothing was timed"
+    assert not any("run file" in n for n in run.tune(here, silent).notes)
 
 
 @pytest.mark.parametrize("name", ["gdn 2x128x128", "nvidia/Nemotron H", "/models/mine"])

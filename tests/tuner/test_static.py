@@ -15,6 +15,7 @@ import pytest
 from benchmarks import landscape
 from replayssm_tune.codegen import targets
 from replayssm_tune.codegen.compile import Compiled, KernelBinary
+from replayssm_tune.codegen.files import EmitError
 from replayssm_tune.codegen.space import legal_structures, points
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import ToolchainError
@@ -175,6 +176,13 @@ def test_ranking_is_sorted_and_complete():
     ranking = static.rank(H200, subjects, 128)
     assert sorted(v for v, _ in ranking) == sorted(c.variant for c in subjects)
     assert [t for _, t in ranking] == sorted(t for _, t in ranking)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EmitError, match="cannot write") as caught:
+        InterpretedGate({(SPEC, Structure("both"))}, tmp_path / "file" / "cache" / "modules")
+    assert caught.value.where == str(tmp_path / "file" / "cache")
 
 
 @pytest.mark.parametrize(
