@@ -38,19 +38,18 @@ def error_source_region(records: Sequence[Record]) -> str:
         return "No errors have been recorded yet: run `python benchmarks/accuracy.py`."
     runs = sorted({r["run"] for r in _shown(records) if r["claim"] in ERROR_CLAIMS})
     files = ", ".join(f"[{run}](../benchmarks/results/{run})" for run in runs)
-    eager = [FAMILY_NAMES[family] for family, found in places.items() if found == ["cpu"]]
-    if len(eager) == len(places):
-        return (
-            "**All figures of this page are of the eager reference**, which is what the ops run on a CPU: no "
-            f"run on a GPU has been recorded yet. Kernels are held to the same bound by the gate. ({files})"
-        )
     gpus = sorted({place for found in places.values() for place in found} - {"cpu"})
-    source = f"Recorded on {', '.join(gpus)}, with the kernels that dispatch serves there. "
+    eager = [FAMILY_NAMES[family] for family, found in places.items() if found == ["cpu"]]
+    source = f"Recorded on {', '.join(gpus)}, with the kernels that dispatch serves there. " if gpus else ""
     if eager:
+        figures, run = (
+            (f"Figures of {' and '.join(eager)}", "run of it")
+            if gpus
+            else ("All figures of this page", "run")
+        )
         source += (
-            f"**Figures of {' and '.join(eager)} are of the eager reference**, which is what the ops run on "
-            "a CPU: no run of it on a GPU has been recorded yet. Kernels are held to the same bound by the "
-            "gate. "
+            f"**{figures} are of the eager reference**, which is what the ops run on a CPU: no {run} on a "
+            "GPU has been recorded yet. Kernels are held to the same bound by the gate. "
         )
     return f"{source}({files})"
 

@@ -129,8 +129,6 @@ class Compilation:
     ) -> None:
         self.total = len(jobs)
         self.specs = tuple(dict.fromkeys(spec for spec, _ in jobs))
-        self.back = 0
-        """Points that have been compiled."""
         self.gpu = gpu
         self._asked = Counter((spec, variant.structure.role) for spec, variant in jobs)
         self._missing = Counter(spec for spec, _ in jobs)
@@ -147,8 +145,12 @@ class Compilation:
             )
             self._missing[result.spec] -= 1
             self._defaults.discard((result.spec, result.variant))
-        self.back += len(results)
         return results
+
+    @property
+    def back(self) -> int:
+        """Points that have been compiled."""
+        return self.total - self._missing.total()
 
     @property
     def done(self) -> bool:
