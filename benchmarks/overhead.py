@@ -90,7 +90,7 @@ def launches(spec: Spec) -> dict[str, Call]:
     names = {"a": "A", "b": "B", "c": "C", "d": "D"}
     tensors = tuple(given[names.get(a.name, a.name)] for a in tensor_arguments(spec, structure))
     scalars: tuple[int, ...] = (-1,) if spec.is_native else (given["ring_x"].shape[2], -1)
-    values = (*tensors, *tensor_strides(spec, structure, tensors), *scalars, *constants(tile))
+    values = (*tensors, *tensor_strides(spec, structure, tensors), *scalars, *constants(variant))
     blocks = variant.programs_per_row(spec.head_dim, heads)
 
     kernel = load_module(module_path(spec, structure)).step

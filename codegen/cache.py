@@ -10,7 +10,7 @@ from typing import Final
 
 import platformdirs
 
-from ..runtime.abi import CONSTEXPRS, parameters
+from ..runtime.abi import constexprs, parameters
 from ..runtime.errors import SpecError
 from ..runtime.modules import module_name
 from ..runtime.plan import Structure
@@ -56,7 +56,7 @@ def render_to_cache(key: str, names: Sequence[str]) -> Path:
         raise SpecError(
             f"'{structure_key}' is not a structure of this version; upgrade replayssm-tune"
         ) from error
-    if tuple(names) != (*parameters(spec, structure), *CONSTEXPRS):
+    if tuple(names) != (*parameters(spec, structure), *constexprs(structure)):
         raise SpecError(
             f"the kernel of {key} takes other parameters in this version of replayssm-tune than the caller "
             "passes; install one version of both"

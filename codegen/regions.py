@@ -416,5 +416,15 @@ REGIONS: Final = (
         ("flush",), _COLUMNS_TILES, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2),
         warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
     ),
+    Region(
+        "A launch of their own for rows that fold, coefficients ahead of the loop.",
+        ("flush",), _COLUMNS_PROLOGUE, _whole_rows, _whole, _columns(32, 64), _power_heads_up_to(4, 8),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
+    ),
+    Region(
+        "As above, groups of few heads.",
+        ("flush",), _COLUMNS_PROLOGUE_TILES, _large_rows, _whole, _columns(32, 64), _power_heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), ops=_DRAFTS,
+    ),
 )  # fmt: skip
 """Where each role is searched. Widen a region, or add one, for a GPU that differs."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from ..runtime.abi import (
-    CONSTEXPRS,
     coefficient_heads,
+    constexprs,
     next_power_of_two,
     parameters,
     ring_block,
@@ -22,7 +22,7 @@ from ..runtime.abi import (
     token_rows,
 )
 from ..runtime.modules import CONVOLUTION, CURSORS
-from ..runtime.plan import Structure
+from ..runtime.plan import LEADING_ROLE, Structure
 from ..runtime.spec import Spec
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def render(spec: Spec, structure: Structure) -> str:
             spec=spec,
             structure=structure,
             parameters=parameters(spec, structure),
-            constexprs=CONSTEXPRS,
+            constexprs=constexprs(structure),
+            leading=LEADING_ROLE,
             n_block=n_block,
             ring_block=ring_block(spec),
             head_dim_block=next_power_of_two(spec.head_dim),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Final
 
 from .plan import PLAN_ROLES, Structure, Tile, Variant
 from .spec import DTYPE_BYTES, Spec
@@ -44,7 +45,7 @@ class TensorArgument:
         return tuple(f"{self.name}_stride_{dim}" for dim in self.stride_dims)
 
 
-CONSTEXPRS = (
+_TILE_ARGUMENTS: Final = (
     "BLOCK_P",
     "BLOCK_N",
     "FOLD_BLOCK_N",
@@ -54,6 +55,16 @@ CONSTEXPRS = (
     "EVICTION",
 )
 """Tile arguments of every step kernel, in order."""
+
+
+def constexprs(structure: Structure, *, tiled: bool = True) -> tuple[str, ...]:
+    """``tl.constexpr`` parameters of a kernel of ``structure``, in order.
+
+    Args:
+        structure: Of the module.
+        tiled: Whether it is the main kernel, which takes the tile's numbers.
+    """
+    return (*(_TILE_ARGUMENTS if tiled else ()), *(("OVERLAP",) if structure.overlaps else ()))
 
 
 def takes_tokens(spec: Spec, structure: Structure) -> bool:

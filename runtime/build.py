@@ -16,9 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .abi import (
-    CONSTEXPRS,
     TensorArgument,
     compiled_tile,
+    constexprs,
     next_power_of_two,
     scalar_arguments,
     tensor_arguments,
@@ -36,9 +36,21 @@ ALIGNMENT_BYTES = 16
 _ITEM_BYTES = {**DTYPE_BYTES, "i32": 4, "i64": 8}
 
 
-def constants(tile: Tile) -> tuple[object, ...]:
-    """Values of the ``tl.constexpr`` parameters, in the order of :data:`.abi.CONSTEXPRS`."""
-    return (
+def can_overlap(target: GPUTarget) -> bool:
+    """Whether a launch can begin while the one before it still runs: programmatic dependent launch."""
+    return target.backend == "cuda" and int(target.arch) >= 90
+
+
+def constants(variant: Variant, *, tiled: bool = True, overlap: bool = False) -> tuple[object, ...]:
+    """Values of the ``tl.constexpr`` parameters, in the order of :func:`.abi.constexprs`.
+
+    Args:
+        variant: The point.
+        tiled: Of its main kernel.
+        overlap: The target's :func:`can_overlap`; means nothing to a launch of what is compiled.
+    """
+    tile = variant.tile
+    tile_values = (
         tile.block_p,
         tile.block_n,
         tile.fold_block_n,
@@ -47,6 +59,7 @@ def constants(tile: Tile) -> tuple[object, ...]:
         tile.num_stages,
         "evict_first" if tile.evict_first else "",
     )
+    return (*(tile_values if tiled else ()), *((overlap,) if variant.structure.overlaps else ()))
 
 
 def default_dtypes(spec: Spec, structure: Structure) -> tuple[str, ...]:
@@ -62,6 +75,7 @@ def source(
     *,
     aligned: bool,
     tiled: bool = True,
+    overlap: bool = False,
 ) -> ASTSource:
     """The unit that Triton compiles: ``kernel`` with its types, tile numbers and alignment.
 
@@ -70,8 +84,10 @@ def source(
         dtypes: Element dtype of each tensor argument (``fp32``, ``bf16``, ``fp16``, ``i32``, ``i64``).
         aligned: All pointers and strides of vector-loaded tensors are multiples of 16 bytes.
         tiled: The kernel takes the tile arguments (``coefficients`` does not).
+        overlap: The target's :func:`can_overlap`.
     """
-    values = dict(zip(CONSTEXPRS, constants(variant.tile), strict=True)) if tiled else {}
+    names = constexprs(variant.structure, tiled=tiled)
+    values = dict(zip(names, constants(variant, tiled=tiled, overlap=overlap), strict=True))
     tensors = tensor_arguments(spec, variant.structure)
     return typed(kernel, tensors, dtypes, scalar_arguments(spec, variant.structure), values, aligned=aligned)
 
@@ -145,7 +161,8 @@ def compile_kernel(
         CompileError: The compiler refused the kernel, or crashed on it.
     """
     dtypes = dtypes or default_dtypes(spec, variant.structure)
-    unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled)
+    overlap = can_overlap(target)
+    unit = source(kernel, spec, variant, dtypes, aligned=aligned, tiled=tiled, overlap=overlap)
     stated = options(compiled_tile(spec, variant, tiled=tiled))
     return compile_unit(unit, stated, target, f"{spec.key} {variant.key}")
 

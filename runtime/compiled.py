@@ -6,6 +6,7 @@ benchmarks all launch through it, so that what is timed is what ships.
 
 from __future__ import annotations
 
+import copy
 import functools
 import subprocess
 from collections.abc import Callable, Sequence
@@ -17,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from .abi import coefficient_programs, scratch, tensor_arguments
-from .build import ALIGNMENT_BYTES, compile_kernel, constants
+from .build import ALIGNMENT_BYTES, can_overlap, compile_kernel, constants
 from .errors import ToolchainError
 from .modules import load_module
-from .plan import Structure, Variant
+from .plan import LEADING_ROLE, Structure, Variant
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -84,8 +85,11 @@ class CompiledPlan:
             kernel_dtypes = (*dtypes, "fp32") if variant.structure.takes_scratch else dtypes
             for name in variant.structure.kernels:
                 tiled = name == "step"
-                launcher = _launcher(path, name, spec, variant, kernel_dtypes, aligned)
-                self._launches.append((launcher, variant, tiled, constants(variant.tile) if tiled else ()))
+                beside = tiled and begins_early(variant, variants)
+                launcher = _launcher(path, name, spec, variant, kernel_dtypes, aligned, beside)
+                self._launches.append((launcher, variant, tiled, constants(variant, tiled=tiled)))
+        # Main kernels come last, side by side, that of the leading role first: see `begins_early`.
+        self._launches.sort(key=lambda launch: (launch[2], launch[1].structure.role != LEADING_ROLE))
         self._needs_scratch = any(variant.structure.takes_scratch for variant in variants)
 
     def bind(self, rows: int, heads: int, strides: tuple[int, ...], scalars: tuple[int, ...] = ()) -> Launch:
@@ -134,13 +138,28 @@ class CompiledPlan:
         return launch_all
 
 
+def begins_early(variant: Variant, variants: Sequence[Variant]) -> bool:
+    """Whether the main kernel of ``variant`` may begin while the launch before it still runs.
+
+    It may beside the other branch, no row being in both, and beside coefficients, which it waits for itself.
+    """
+    second = variant.structure.role not in ("both", LEADING_ROLE)
+    return len(variants) > 1 if second else variant.structure.coefficients == "precomputed"
+
+
 def _launcher(
-    path: Path, name: str, spec: Spec, variant: Variant, dtypes: tuple[str, ...], aligned: bool
+    path: Path,
+    name: str,
+    spec: Spec,
+    variant: Variant,
+    dtypes: tuple[str, ...],
+    aligned: bool,
+    beside: bool,
 ) -> Callable[..., None]:
     kernel = getattr(load_module(path), name)
     if not hasattr(kernel, "cache_key"):  # Triton's interpreter
         return functools.partial(interpret, kernel)
-    return _compiled(path, name, spec, variant, dtypes, aligned, torch.cuda.current_device())
+    return _compiled(path, name, spec, variant, dtypes, aligned, beside, torch.cuda.current_device())
 
 
 @functools.lru_cache(maxsize=8192)
@@ -151,6 +170,7 @@ def _compiled(
     variant: Variant,
     dtypes: tuple[str, ...],
     aligned: bool,
+    beside: bool,
     device_index: int,
 ) -> Callable[..., None]:
     del device_index  # of the key alone: a binary is loaded per device
@@ -159,11 +179,11 @@ def _compiled(
     def compile_for(target: GPUTarget) -> Any:
         return compile_kernel(kernel, spec, variant, target, dtypes, aligned=aligned, tiled=name == "step")
 
-    return loaded(compile_for)
+    return loaded(compile_for, beside)
 
 
-def loaded(compile_for: Callable[[GPUTarget], Any]) -> Callable[..., None]:
-    """Compile for the current device and load; the result is that of :func:`bind_binary`.
+def loaded(compile_for: Callable[[GPUTarget], Any], beside: bool = False) -> Callable[..., None]:
+    """Compile for the current device and load; arguments and result are those of :func:`bind_binary`.
 
     Raises:
         CompileError: As ``compile_for`` raises it.
@@ -172,7 +192,8 @@ def loaded(compile_for: Callable[[GPUTarget], Any]) -> Callable[..., None]:
     global compilations
     compilations += 1
     try:
-        return bind_binary(compile_for(triton.runtime.driver.active.get_current_target()))
+        target = triton.runtime.driver.active.get_current_target()
+        return bind_binary(compile_for(target), beside and can_overlap(target))
     except (RuntimeError, subprocess.CalledProcessError) as error:
         explain_launcher_error(error)
         raise
@@ -191,10 +212,19 @@ def explain_launcher_error(error: Exception) -> None:
         ) from error
 
 
-def bind_binary(compiled: Any) -> Callable[..., None]:
-    """The launch of a compiled kernel: a function of blocks, rows, raw stream and all its parameters."""
+def bind_binary(compiled: Any, beside: bool = False) -> Callable[..., None]:
+    """The launch of a compiled kernel: a function of blocks, rows, raw stream and all its parameters.
+
+    Args:
+        compiled: Of Triton.
+        beside: It may begin while the launch before it in the stream still runs, if that one says so.
+    """
     compiled._init_handles()
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if beside:
+        # An attribute of a launch, which Triton keeps with the kernel: the kernel may also be launched alone.
+        run = copy.copy(run)
+        run.launch_pdl = True
 
     def launch(blocks: int, rows: int, stream: int, *arguments: object) -> None:
         run(blocks, rows, 1, stream, function, metadata, None, None, None, *arguments)

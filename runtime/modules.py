@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from .abi import CONSTEXPRS, parameters
+from .abi import constexprs, parameters
 from .errors import DispatchError
 from .plan import Structure
 from .spec import Spec
@@ -73,7 +73,7 @@ def packaged(folder: Path) -> ModuleSource:
         path = kernels / f"{module_name(spec, structure)}.py"
         if path.is_file():
             return path
-        names = (*parameters(spec, structure), *CONSTEXPRS)
+        names = (*parameters(spec, structure), *constexprs(structure))
         missing = f"this package has no kernel for {spec.key} ({structure.key})"
         return _rendered(module_key(spec, structure), names, missing, f"add the shape: {spec.tune_command}")
 

@@ -27,6 +27,9 @@ PLAN_ROLES: Final = {
 }
 """Roles of the kernels that plans are made of, by the op of their spec."""
 
+LEADING_ROLE: Final = "nonflush"
+"""Role of the launch that goes first, where there is one per branch; the other begins while it still runs."""
+
 STRUCTURE_VALUES: Final = {
     "role": ROLES,
     "coefficients": ("inline", "precomputed", "prologue"),
@@ -76,6 +79,11 @@ class Structure:
     def kernels(self) -> tuple[str, ...]:
         """Names of the module's kernels, in launch order."""
         return ("coefficients", "step") if self.coefficients == "precomputed" else ("step",)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it has kernels that run beside the launch before or behind them, on GPUs that can do so."""
+        return self.role in ("nonflush", "flush") or self.coefficients == "precomputed"
 
     @property
     def takes_scratch(self) -> bool:

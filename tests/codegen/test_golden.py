@@ -17,7 +17,7 @@ import pytest
 
 from replayssm_tune.codegen.render import render
 from replayssm_tune.codegen.space import legal_structures
-from replayssm_tune.runtime.abi import CONSTEXPRS, parameters
+from replayssm_tune.runtime.abi import constexprs, parameters
 from replayssm_tune.runtime.modules import module_name
 from replayssm_tune.runtime.plan import Structure
 from replayssm_tune.runtime.spec import Spec
@@ -137,7 +137,7 @@ def test_every_module_defines_the_kernels_of_its_structure(modules):
         assert "step" in functions
         assert ("coefficients" in functions) == (structure.coefficients == "precomputed")
         names = [argument.arg for argument in functions["step"].args.args]
-        assert names == [*parameters(spec, structure), *CONSTEXPRS]
+        assert names == [*parameters(spec, structure), *constexprs(structure)]
 
 
 def ruff(*arguments):

@@ -14,7 +14,7 @@ from replayssm_tune.codegen import cache, emit
 from replayssm_tune.codegen.files import EmitError
 from replayssm_tune.codegen.render import render, render_conv, render_cursors
 from replayssm_tune.runtime import modules
-from replayssm_tune.runtime.abi import CONSTEXPRS, parameters
+from replayssm_tune.runtime.abi import constexprs, parameters
 from replayssm_tune.runtime.defaults import default_plan
 from replayssm_tune.runtime.errors import DispatchError, SpecError
 from replayssm_tune.runtime.plan import Structure
@@ -148,7 +148,8 @@ def test_a_module_of_the_folder_comes_before_the_renderer(tmp_path, renderer):
     assert find(samples.SPEC, STRUCTURE).parent == tmp_path / "kernels"
     assert asked == []
     assert find(OTHER, STRUCTURE) == tmp_path / "rendered.py"
-    assert asked == [(modules.module_key(OTHER, STRUCTURE), (*parameters(OTHER, STRUCTURE), *CONSTEXPRS))]
+    names = (*parameters(OTHER, STRUCTURE), *constexprs(STRUCTURE))
+    assert asked == [(modules.module_key(OTHER, STRUCTURE), names)]
 
 
 def test_a_renderer_that_fails_is_a_dispatch_error(tmp_path, renderer):
@@ -163,7 +164,7 @@ def test_a_renderer_that_fails_is_a_dispatch_error(tmp_path, renderer):
 def test_the_cache_holds_what_is_rendered(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, str(tmp_path))
     key = modules.module_key(OTHER, STRUCTURE)
-    names = (*parameters(OTHER, STRUCTURE), *CONSTEXPRS)
+    names = (*parameters(OTHER, STRUCTURE), *constexprs(STRUCTURE))
     path = cache.render_to_cache(key, names)
     assert path.parent == tmp_path
     assert path.read_text() == render(OTHER, STRUCTURE)
