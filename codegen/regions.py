@@ -268,6 +268,11 @@ REGIONS: Final = (
         warps_stages=((2, 2), (4, 3), (4, 4)),
     ),
     Region(
+        "As above, groups of few heads: the loop goes over row tiles too.",
+        ("flush",), _TILES_DOT, _large_rows, _whole, _columns(32, 64), _heads_up_to(1, 2),
+        warps_stages=((1, 2), (2, 2)), ops=_STEP,
+    ),
+    Region(
         "As above, one warp.",
         ("flush",), _DOT, lambda spec: tuple(p for p in (16, 32) if spec.head_dim % p == 0), _whole,
         _columns(64), _heads_up_to(4), warps_stages=((1, 2),), ops=_STEP,

@@ -27,7 +27,7 @@ PLAN_ROLES: Final = {
 }
 """Roles of the kernels that plans are made of, by the op of their spec."""
 
-LEADING_ROLE: Final = "nonflush"
+LEADING_ROLE: Final = "flush"
 """Role of the launch that goes first, where there is one per branch; the other begins while it still runs."""
 
 STRUCTURE_VALUES: Final = {
