@@ -142,6 +142,8 @@ class Job:
     """All batches of a spec are to be served by plans of one numerics class."""
     convolutions: tuple[ConvWork, ...] = ()
     """Of the layers whose specs are in ``work``; timed or left to the rule."""
+    some_batches: bool = False
+    """The batches are those that were asked for, not all of the grid."""
 
 
 def resolve_target(

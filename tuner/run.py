@@ -96,7 +96,8 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     """The whole job: compile, gate, search or rank, choose, write kernels and table.
 
     Args:
-        results: Where a measured run also records its figures; None records none.
+        results: Where a measured run also records its figures, an interrupted one those of the rows that it
+            writes; None records none.
 
     Raises:
         GateError: A default plan is numerically wrong here.
@@ -143,26 +144,21 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     table = dataclasses.replace(_table(gpu, environment, rows), convolutions=tuple(tiles))
     before = _held(job)
     emission = emit(job.output, table)
+    minutes = (time.monotonic() - began) / 60
+    recorded: Path | None = None
+    if results is not None:
+        # An interrupted run's rows need their evidence too, its minutes say nothing.
+        totals = {} if stopped is not None else {"tune_minutes": minutes, "resumed": resumed}
+        what = "tune-batch-invariant" if job.batch_invariant else "tune"
+        recorded = _record(what, job, environment, cells, totals, results, gpu_bench.company, convolved)
     if stopped is not None:
         raise InterruptedTune(len(rows) + len(tiles), emission.table_path) from stopped
-    minutes = (time.monotonic() - began) / 60
     written = load(emission.table_path)
     notes = [job.target.note, *job.notes, *_left_notes(found), *emission.notes]
     notes += _promise_notes(job, before, written)
     notes += (*convolving.notes, *_company_notes(gpu_bench.company))
-    if results is not None:
-        totals = {"tune_minutes": minutes, "resumed": resumed}
-        path = _record(
-            "tune-batch-invariant" if job.batch_invariant else "tune",
-            job,
-            environment,
-            cells,
-            totals,
-            results,
-            gpu_bench.company,
-            convolved,
-        )
-        notes.append(f"recorded in {path}")
+    if recorded is not None:
+        notes.append(f"recorded in {recorded}")
     return Tuned(
         table=written,
         table_path=str(emission.table_path),
@@ -281,6 +277,8 @@ def _record(
     if any(spec.ring_dtype != spec.activation_dtype for spec in steps):
         scope += f", {' and '.join(rings)} ring"
         name += "".join(f"-r{dtype}" for dtype in rings)
+    if job.some_batches:  # its minutes are not those of a whole run
+        scope += ", some batches"
     name = re.sub(r"[^\w.]+", "-", name)  # a config's model may be named by a path, a shape has a space
     of_run = {**totals, "scope": scope}
     gpu = job.target.gpu.name

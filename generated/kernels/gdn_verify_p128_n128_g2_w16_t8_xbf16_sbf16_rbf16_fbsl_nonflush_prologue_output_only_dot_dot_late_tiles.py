@@ -84,7 +84,12 @@ def step(
     HEAD_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EVICTION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # What follows waits for this launch alone, so one program of it waits for the launch before.
+    if OVERLAP:
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+            tl.extra.cuda.gdc_wait()
     # Program (part, row): all values of HEADS_PER_PROGRAM heads of one group, of one sequence, BLOCK_P values
     # of one head at a time.
     first_head = tl.program_id(0) * HEADS_PER_PROGRAM

@@ -85,7 +85,12 @@ def step(
     HEAD_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EVICTION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # What follows waits for this launch alone, so one program of it waits for the launch before.
+    if OVERLAP:
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+            tl.extra.cuda.gdc_wait()
     # Program (tile, row): BLOCK_P values of HEADS_PER_PROGRAM heads of one group, of one sequence.
     p_blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0)
@@ -138,6 +143,9 @@ def step(
     live = j < ring_len
     token = ring_start + j
     token -= tl.where(token >= ring_capacity, ring_capacity, 0)
+    # What coefficients are and append is there.
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     append = ring_start + ring_len + of_token
     append -= tl.where(append >= ring_capacity, ring_capacity, 0)
     n = tl.arange(0, STATE_BLOCK)
@@ -351,7 +359,11 @@ def coefficients(
     ring_capacity,
     tokens,
     null_slot,
+    OVERLAP: tl.constexpr,
 ):
+    # The launch behind this one may begin.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # Program (part of a group, row): everything of COEFFICIENT_HEADS heads that does not touch the state.
     parts: tl.constexpr = (HEADS_PER_GROUP + COEFFICIENT_HEADS - 1) // COEFFICIENT_HEADS
     part = tl.program_id(0) % parts

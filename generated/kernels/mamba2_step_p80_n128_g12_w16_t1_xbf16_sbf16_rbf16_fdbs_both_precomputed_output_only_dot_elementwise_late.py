@@ -78,7 +78,12 @@ def step(
     HEAD_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EVICTION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # What follows waits for this launch alone, so one program of it waits for the launch before.
+    if OVERLAP:
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+            tl.extra.cuda.gdc_wait()
     # Program (tile, row): BLOCK_P values of HEADS_PER_PROGRAM heads of one group, of one sequence.
     p_blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0)
@@ -118,6 +123,9 @@ def step(
     live = j < ring_len
     token = ring_start + j
     token -= tl.where(token >= ring_capacity, ring_capacity, 0)
+    # What coefficients are and append is there.
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     # Coefficients of another kernel: ring weights, decay, weight of the new token, its decay.
     scratch_head_ptr = scratch_ptr + row64 * scratch_stride_row + heads * (RING_BLOCK + 3)
     weight = tl.load(scratch_head_ptr[:, None] + j[None, :], mask=head_mask[:, None], other=0.0)
@@ -248,7 +256,11 @@ def coefficients(
     scratch_stride_row,
     ring_capacity,
     null_slot,
+    OVERLAP: tl.constexpr,
 ):
+    # The launch behind this one may begin.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # One program per group and row: everything that does not touch the state.
     group = tl.program_id(0)
     first_head = group * HEADS_PER_GROUP

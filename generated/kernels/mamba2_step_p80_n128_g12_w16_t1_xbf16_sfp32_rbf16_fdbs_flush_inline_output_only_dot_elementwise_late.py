@@ -74,7 +74,11 @@ def step(
     HEAD_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EVICTION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # The launch behind this one may begin.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # Program (tile, row): BLOCK_P values of HEADS_PER_PROGRAM heads of one group, of one sequence.
     p_blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0)

@@ -78,7 +78,12 @@ def step(
     HEAD_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EVICTION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # What follows waits for this launch alone, so one program of it waits for the launch before.
+    if OVERLAP:
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+            tl.extra.cuda.gdc_wait()
     # Program (tile, row): BLOCK_P values of HEADS_PER_PROGRAM heads of one group, of one sequence.
     p_blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0)
@@ -205,7 +210,11 @@ def coefficients(
     scratch_stride_row,
     ring_capacity,
     null_slot,
+    OVERLAP: tl.constexpr,
 ):
+    # The launch behind this one may begin.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # One program per group and row: everything that does not touch the state.
     group = tl.program_id(0)
     first_head = group * HEADS_PER_GROUP

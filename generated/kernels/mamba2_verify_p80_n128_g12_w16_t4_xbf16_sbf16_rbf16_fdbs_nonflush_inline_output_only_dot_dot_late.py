@@ -77,7 +77,12 @@ def step(
     HEAD_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EVICTION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # What follows waits for this launch alone, so one program of it waits for the launch before.
+    if OVERLAP:
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+            tl.extra.cuda.gdc_wait()
     # Program (tile, row): BLOCK_P values of HEADS_PER_PROGRAM heads of one group, of one sequence.
     p_blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0)

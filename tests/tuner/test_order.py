@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,12 @@ def test_what_was_whole_when_a_tune_was_interrupted_is_in_the_table(
     written = load(late.value.table).rows
     assert {row.key for row in written} == {row.key for row in steps}
     assert late.value.rows == len(steps)
-    assert not (tmp_path / "results").exists(), "a run that did not end is not recorded"
+    (path,) = (tmp_path / "results").glob("*.json")
+    recorded = json.loads(path.read_text())
+    assert {(cell["spec"], cell["effective_batch"]) for cell in recorded["cells"]} == {
+        (row.spec.key, row.effective_batch) for row in steps if not row.spec.is_native
+    }
+    assert "tune_minutes" not in recorded["totals"], "of a part of a run"
     monkeypatch.setattr(fake, "time", time)
     assert {row.key for row in run.tune(there, silent).table.rows} == {row.key for row in whole.table.rows}
 

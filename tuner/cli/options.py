@@ -313,4 +313,5 @@ def build_job(
     work, notes, convolutions = resolve_workload(target.gpu, **workload)
     if target.measured:  # what is ranked statically are steps: nothing is known of what materialises states
         work = (*work, *request.materializing(work, target.gpu))
-    return request.Job(target, work, bound, store, output, notes, batch_invariant, convolutions)
+    asked = bool(workload.get("batch") or workload.get("tp"))
+    return request.Job(target, work, bound, store, output, notes, batch_invariant, convolutions, asked)
