@@ -63,7 +63,7 @@ class CompiledPlan:
 
     Args:
         spec: What the kernels compute.
-        variants: Which kernels, with their tiles, in launch order.
+        variants: Which kernels, with their tiles.
         module_source: Finds the modules' files.
         dtypes: Element dtype names of the tensors, in argument order without the scratch.
         aligned: See :func:`is_aligned`.

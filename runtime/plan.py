@@ -190,9 +190,9 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """The launches of one call, in order.
+    """The launches of one call.
 
-    What they may be is in :data:`PLAN_ROLES`.
+    What they may be, and in which order they are named, is in :data:`PLAN_ROLES`.
     """
 
     variants: tuple[Variant, ...]

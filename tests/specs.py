@@ -1,10 +1,12 @@
-"""Specs that tests of several rooms use."""
+"""Specs that tests of several rooms use, and plans of theirs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from replayssm_tune.codegen.space import points
+from replayssm_tune.runtime.plan import Plan, Variant
 from replayssm_tune.runtime.spec import Spec
 
 P64 = Spec("mamba2", "step", 64, 128, 16, 16)
@@ -43,3 +45,12 @@ def small(family: str = "mamba2", **changes: Any) -> Spec:
 def drafts(spec: Spec, num_tokens: int = 4, **changes: Any) -> Spec:
     """The spec of the same layer where rows have up to so many tokens."""
     return replace(spec, op="verify", num_tokens=num_tokens, **changes)
+
+
+def searched_plan(spec: Spec, coefficients: dict[str, str]) -> Plan:
+    """A plan of these roles with these coefficients, of points that are searched."""
+
+    def point(role: str, how: str) -> Variant:
+        return next(v for v in points(spec, role).variants if v.structure.coefficients == how)
+
+    return Plan(tuple(point(role, how) for role, how in coefficients.items()))
