@@ -6,12 +6,12 @@ benchmarks all launch through it, so that what is timed is what ships.
 
 from __future__ import annotations
 
-import copy
 import functools
+import os
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
@@ -32,6 +32,12 @@ Launch = Callable[["Sequence[Tensor]", int, int], None]
 
 ModuleSource = Callable[[Spec, Structure], Path]
 """Where the module of (spec, structure) lies as a file: a package, or a renderer's cache."""
+
+OVERLAP_VARIABLE: Final = "REPLAYSSM_OVERLAP"
+"""Environment variable: ``0`` lets no launch begin before the one before it has ended."""
+
+_OVERLAP_DRIVER: Final = 12030
+"""CUDA version of the first driver that captures launches which overlap into graphs."""
 
 compilations = 0
 """Kernels compiled or loaded by this process; a test counts them over pool layouts."""
@@ -85,7 +91,7 @@ class CompiledPlan:
             kernel_dtypes = (*dtypes, "fp32") if variant.structure.takes_scratch else dtypes
             for name in variant.structure.kernels:
                 tiled = name == "step"
-                beside = tiled and begins_early(variant, variants)
+                beside = tiled and begins_early(variant, variants) and _overlap_allowed()
                 launcher = _launcher(path, name, spec, variant, kernel_dtypes, aligned, beside)
                 self._launches.append((launcher, variant, tiled, constants(variant, tiled=tiled)))
         # Main kernels come last, side by side, that of the leading role first: see `begins_early`.
@@ -142,9 +148,17 @@ def begins_early(variant: Variant, variants: Sequence[Variant]) -> bool:
     """Whether the main kernel of ``variant`` may begin while the launch before it still runs.
 
     It may beside the other branch, no row being in both, and beside coefficients, which it waits for itself.
+    Where both branches have coefficients before, that which goes first begins when all of them have ended:
+    the other, which begins beside it, waits for nothing.
     """
-    second = variant.structure.role not in ("both", LEADING_ROLE)
-    return len(variants) > 1 if second else variant.structure.coefficients == "precomputed"
+    if variant.structure.role not in ("both", LEADING_ROLE):
+        return len(variants) > 1
+    others = [other for other in variants if other != variant]
+    return _precomputed(variant) and not any(map(_precomputed, others))
+
+
+def _precomputed(variant: Variant) -> bool:
+    return variant.structure.coefficients == "precomputed"
 
 
 def _launcher(
@@ -216,20 +230,25 @@ def bind_binary(compiled: Any, beside: bool = False) -> Callable[..., None]:
     """The launch of a compiled kernel: a function of blocks, rows, raw stream and all its parameters.
 
     Args:
-        compiled: Of Triton.
+        compiled: Of Triton, and nobody else's: how it is launched is kept with it.
         beside: It may begin while the launch before it in the stream still runs, if that one says so.
     """
     compiled._init_handles()
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     if beside:
-        # An attribute of a launch, which Triton keeps with the kernel: the kernel may also be launched alone.
-        run = copy.copy(run)
+        # Triton makes it a compiler's option, though it is an attribute of a launch alone.
         run.launch_pdl = True
 
     def launch(blocks: int, rows: int, stream: int, *arguments: object) -> None:
         run(blocks, rows, 1, stream, function, metadata, None, None, None, *arguments)
 
     return launch
+
+
+def _overlap_allowed() -> bool:
+    """Whether launches may overlap on this machine, as far as its GPU can; see :data:`OVERLAP_VARIABLE`."""
+    driver: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", int)
+    return os.environ.get(OVERLAP_VARIABLE, "") != "0" and driver() >= _OVERLAP_DRIVER
 
 
 def interpret(kernel: Any, blocks: int, rows: int, stream: int, *arguments: object) -> None:

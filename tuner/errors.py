@@ -39,6 +39,6 @@ class StoreError(ReplayError, RuntimeError):
 class InterruptedTune(KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended a tune; rows of the specs and convolutions that were whole are written."""
 
-    def __init__(self, rows: int, table: Path) -> None:
-        super().__init__(rows, table)
-        self.rows, self.table = rows, table
+    def __init__(self, rows: int, table: Path, recorded: Path | None = None) -> None:
+        super().__init__(rows, table, recorded)
+        self.rows, self.table, self.recorded = rows, table, recorded

@@ -142,8 +142,8 @@ class Job:
     """All batches of a spec are to be served by plans of one numerics class."""
     convolutions: tuple[ConvWork, ...] = ()
     """Of the layers whose specs are in ``work``; timed or left to the rule."""
-    some_batches: bool = False
-    """The batches are those that were asked for, not all of the grid."""
+    partial: bool = False
+    """Batches or splits were asked for: the layers' cells are not all that a tune of them has."""
 
 
 def resolve_target(

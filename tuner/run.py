@@ -146,13 +146,18 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     emission = emit(job.output, table)
     minutes = (time.monotonic() - began) / 60
     recorded: Path | None = None
-    if results is not None:
-        # An interrupted run's rows need their evidence too, its minutes say nothing.
-        totals = {} if stopped is not None else {"tune_minutes": minutes, "resumed": resumed}
-        what = "tune-batch-invariant" if job.batch_invariant else "tune"
-        recorded = _record(what, job, environment, cells, totals, results, gpu_bench.company, convolved)
-    if stopped is not None:
-        raise InterruptedTune(len(rows) + len(tiles), emission.table_path) from stopped
+    try:
+        if results is not None:
+            what = "tune-batch-invariant" if job.batch_invariant else "tune"
+            totals = {} if stopped else {"tune_minutes": minutes, "resumed": resumed}
+            company, interrupted = gpu_bench.company, stopped is not None
+            recorded = _record(
+                what, job, environment, cells, totals, results, company, convolved, interrupted=interrupted
+            )
+    finally:
+        # Whatever becomes of the run file, the rows are written.
+        if stopped is not None:
+            raise InterruptedTune(len(rows) + len(tiles), emission.table_path, recorded) from stopped
     written = load(emission.table_path)
     notes = [job.target.note, *job.notes, *_left_notes(found), *emission.notes]
     notes += _promise_notes(job, before, written)
@@ -257,6 +262,8 @@ def _record(
     folder: Path,
     company: int,
     convolved: Iterable[ConvResult] = (),
+    *,
+    interrupted: bool = False,
 ) -> Path:
     models = dict.fromkeys(layer.rpartition(" ")[0] for work in job.work for layer in work.layers)
     steps = [work.spec for work in job.work if work.spec.op in ("step", "verify")]
@@ -277,8 +284,10 @@ def _record(
     if any(spec.ring_dtype != spec.activation_dtype for spec in steps):
         scope += f", {' and '.join(rings)} ring"
         name += "".join(f"-r{dtype}" for dtype in rings)
-    if job.some_batches:  # its minutes are not those of a whole run
-        scope += ", some batches"
+    if job.partial:  # its minutes are not those of a whole run
+        scope += ", in part"
+    if interrupted:
+        scope += ", interrupted"
     name = re.sub(r"[^\w.]+", "-", name)  # a config's model may be named by a path, a shape has a space
     of_run = {**totals, "scope": scope}
     gpu = job.target.gpu.name

@@ -41,16 +41,13 @@ def test_who_waits_for_whom(spec: Spec, structure: Structure) -> None:
     step = kernels["step"]
     code = step[step.index("):") :]
     variant = Variant(structure, Tile(32, 32))
-    other = Variant(dataclasses.replace(structure, role="flush"), Tile(32, 32))
+    other = Variant(Structure("flush"), Tile(32, 32))
     beside = begins_early(variant, (variant,)) or begins_early(variant, (variant, other))
     # All that may begin early has a program that waits, before anything that could make it leave.
     first = code.find(WAIT)
     if beside:
         assert 0 < first < code.find("return")
-        last_program = (
-            "(tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)"
-        )
-        assert last_program in code[:first]
+        assert "if " + " & ".join(LAST_PROGRAM) + ":" in code[:first]
     else:
         assert first == -1
     alone = begins_early(variant, (variant,))
@@ -88,6 +85,12 @@ def test_a_launch_by_itself_waits_for_everything_before_it() -> None:
     pair = searched_plan(P64_BF16, {"nonflush": "inline", "flush": "inline"}).variants
     assert [begins_early(v, pair) for v in pair] == [v.structure.role != LEADING_ROLE for v in pair]
     assert not any(begins_early(v, (v,)) for v in pair)
+    # A branch that waits for nothing begins when the coefficients of both have ended.
+    coefficients = {"nonflush": "precomputed", "flush": "precomputed"}
+    nonflush, flush = searched_plan(drafts(P64), coefficients).variants
+    assert begins_early(flush, (flush,))
+    assert not begins_early(flush, (nonflush, flush))
+    assert begins_early(nonflush, (nonflush, flush))
     both = dataclasses.replace(pair[0].structure, role="both")
     for how in ("inline", "precomputed"):
         variant = Variant(dataclasses.replace(both, coefficients=how), pair[0].tile)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from replayssm_tune.codegen.cache import rendered
+from replayssm_tune.runtime import compiled
 from replayssm_tune.runtime.compiled import CompiledPlan
 from replayssm_tune.runtime.plan import Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.gate import Gate
-from replayssm_tune.tuner.measure import LayerStack
+from replayssm_tune.tuner.measure import Graph, LayerStack
 from replayssm_tune.tuner.shapes import shape_for
 from replayssm_tune.tuner.trajectory import Trajectory
+from tests.runtime.calls import same_bits
 from tests.specs import GDN_BF16, P64, P64_BF16, drafts, searched_plan
 
 INLINE, PRECOMPUTED, PROLOGUE = "inline", "precomputed", "prologue"
@@ -76,3 +80,45 @@ def test_what_follows_waits_for_all_launches(
             assert bool(out.isfinite().all()), mode
             assert torch.equal(copies[0], out), mode
             assert torch.equal(copies[1], state), mode
+
+
+class Poisoned:
+    """torch, whose new tensors are not merely arbitrary."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(size, math.nan, dtype=dtype, device=device)
+
+
+@pytest.mark.gpu
+@plans
+def test_overlapping_launches_give_the_bits_of_those_that_do_not(
+    spec: Spec, coefficients: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph, where a launch costs less than coefficients take, and nothing of older ones is left."""
+    stack = LayerStack(spec, shape_for(spec, 8192), torch.device("cuda", torch.cuda.current_device()))
+    source, plan = rendered(tmp_path), searched_plan(spec, coefficients)
+    names = ("out", "state", "ring_x", "ring_b", "ring_decay")
+    before = {name: stack._tensors[name].clone() for name in names}
+    monkeypatch.setattr(compiled, "torch", Poisoned())
+
+    def compiler(of: Spec, variants: tuple[Variant, ...], dtypes: tuple[str, ...]) -> CompiledPlan:
+        return CompiledPlan(of, variants, source, dtypes, aligned=True)
+
+    def after(overlap: bool) -> dict[str, torch.Tensor]:
+        monkeypatch.setenv(compiled.OVERLAP_VARIABLE, str(int(overlap)))
+        graph = Graph(stack.calls(plan.variants, "mix", compiler))
+        for name, values in before.items():
+            stack._tensors[name].copy_(values)
+        stack._tensors["out"].fill_(math.nan)
+        graph.time_us(20)
+        return {name: stack._tensors[name].clone() for name in names}
+
+    expected, found = after(False), after(True)
+    assert bool(expected["out"].isfinite().all())
+    assert not torch.equal(expected["state"], before["state"])
+    for name in names:
+        assert same_bits(found[name], expected[name]), name

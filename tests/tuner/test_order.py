@@ -66,6 +66,13 @@ def test_what_was_whole_when_a_tune_was_interrupted_is_in_the_table(
         (row.spec.key, row.effective_batch) for row in steps if not row.spec.is_native
     }
     assert "tune_minutes" not in recorded["totals"], "of a part of a run"
+    assert recorded["totals"]["scope"].endswith(", interrupted")
+    assert late.value.recorded == path
+    (tmp_path / "file").touch()
+    with pytest.raises(InterruptedTune) as unrecorded:
+        run.tune(there, silent, tmp_path / "file")
+    assert unrecorded.value.rows == len(steps), "rows are written, whatever becomes of the run file"
+    assert unrecorded.value.recorded is None
     monkeypatch.setattr(fake, "time", time)
     assert {row.key for row in run.tune(there, silent).table.rows} == {row.key for row in whole.table.rows}
 

@@ -81,7 +81,8 @@ def _parts(error: BaseException, code: ExitCode) -> tuple[str, str, str]:
         error = error.__cause__
     if isinstance(error, InterruptedTune):
         what = f"interrupted; the {error.rows} rows that were whole are written"
-        return what, str(error.table), "what was measured is kept; the same command resumes"
+        where = " and ".join(map(str, filter(None, (error.table, error.recorded))))
+        return what, where, "what was measured is kept; the same command resumes"
     if code is ExitCode.INTERRUPTED:
         return "interrupted", "", "what was measured is kept; the same command resumes"
     if isinstance(error, OSError) and code is ExitCode.STORE:
