@@ -68,6 +68,11 @@ def _draw_table(data: Data, console: Console) -> list[str]:
         f"{data['gpu']} (sm_{major}{minor}, {data['sm_count']} SMs), {counts}{static}, {data['date']}, "
         f"triton {data['toolchain']['triton']}"
     )
+    rows_and_tiles = [*(row for group in data["specs"] for row in group["rows"]), *data["convolutions"]]
+    stale = sum(row["stale"] for row in rows_and_tiles)
+    if stale:
+        told = f"{stale} rows are stale ({_STALE}): their kernels have changed since they were timed"
+        console.print(told, soft_wrap=True)
     groups = {group["spec"]: [_cells(row) for row in group["rows"]] for group in data["specs"]}
     promised = {
         group["spec"]: row["numerics"]
@@ -96,7 +101,7 @@ def _draw_tiles(rows: Iterable[Data], console: Console) -> None:
             row["spec"],
             str(row["effective_batch"]),
             row["tile"],
-            number(row["time_us"]),
+            _time(row),
             _share(row["roof_share"]),
             _times(row["vs_default"]),
         )
@@ -109,7 +114,7 @@ def _cells(row: Data) -> dict[str, str]:
     return {
         "batch": str(row["effective_batch"]),
         "plan": row["plan_short"],
-        "µs": ("~" if row["source"] == "static" and row["time_us"] else "") + number(row["time_us"]),
+        "µs": ("~" if row["source"] == "static" and row["time_us"] else "") + _time(row),
         "of roof": _share(row["roof_share"]),
         "vs native": _times(row["vs_native"]),
         "vs default": _times(row["vs_default"]),
@@ -120,6 +125,12 @@ def _cells(row: Data) -> dict[str, str]:
     }
 
 
+def _time(row: Data) -> str:
+    return number(row["time_us"]) + (_STALE if row["stale"] else "")
+
+
+_STALE: Final = "*"
+"""Behind the time of a kernel that has changed since."""
 _SISTER: Final = "measured on a sister"
 _LEAST_FIRST: Final = ("spills", "regs", "source", "of roof", _SISTER, "vs default")
 """Columns that a narrow terminal can do without, the least telling first."""

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -270,11 +270,20 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in text.split("."))
 
 
-def table_info(table: Table) -> Data:
-    """A table as data: provenance and its rows by spec."""
+def table_info(
+    table: Table,
+    stale: Callable[[Row], bool] = lambda row: False,
+    stale_tile: Callable[[ConvRow], bool] = lambda row: False,
+) -> Data:
+    """A table as data: provenance and its rows by spec.
+
+    Args:
+        table: What is shown.
+        stale, stale_tile: Whether a row's kernels, or a tile's, have changed since it was made.
+    """
     groups: dict[str, list[Data]] = {}
     for row in table.rows:
-        groups.setdefault(row.spec.key, []).append(row_info(row))
+        groups.setdefault(row.spec.key, []).append({**row_info(row), "stale": stale(row)})
     return {
         "gpu": table.gpu.name,
         "capability": list(table.gpu.capability),
@@ -288,7 +297,7 @@ def table_info(table: Table) -> Data:
             "driver": table.toolchain.driver,
         },
         "specs": [{"spec": key, "rows": rows} for key, rows in groups.items()],
-        "convolutions": [conv_row_info(row) for row in table.convolutions],
+        "convolutions": [{**conv_row_info(row), "stale": stale_tile(row)} for row in table.convolutions],
     }
 
 

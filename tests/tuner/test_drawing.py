@@ -47,6 +47,17 @@ def test_a_narrow_terminal_shows_what_matters_unbroken_and_names_the_rest(width)
         assert second in text
 
 
+def test_rows_of_former_kernels_are_counted_and_marked():
+    data = tables(samples.measured_row(128, time_us=4.5), samples.measured_row(32768, time_us=8.5))
+    assert "stale" not in drawn(drawing.draw_tables, data, 200)
+    (group,) = data["tables"][0]["specs"]
+    group["rows"][1]["stale"] = True
+    text = drawn(drawing.draw_tables, data, 60)
+    assert "1 rows are stale (*): their kernels have changed since they were timed" in text
+    assert " 8.50* " in text
+    assert " 4.50 " in text
+
+
 def test_columns_that_say_nothing_go_first():
     row = dataclasses.replace(
         samples.static_row(128), time_us=10.0, native_time_us=20.0, default_time_us=11.0

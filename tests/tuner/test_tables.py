@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from replayssm_tune.codegen import targets
+from replayssm_tune.codegen import emit, targets
+from replayssm_tune.codegen.render import module_digest, render_conv
 from replayssm_tune.runtime.conv_tiles import ConvSpec
 from replayssm_tune.runtime.errors import TableError
 from replayssm_tune.runtime.lookup import Lookup
@@ -73,6 +74,18 @@ def test_tables_of_a_gpu_are_its_own_and_others_that_serve_it_are_named():
     text = samples.drawn(drawing.draw_tables, data, 60)
     (line,) = [line for line in text.splitlines() if "H100" in line]
     assert "rows of H100 SXM, H20 here too: table show without --gpu shows them" in line
+
+
+def test_what_has_changed_since_it_was_timed_is_told():
+    fresh = samples.measured_row(128)
+    digests = tuple(emit.digest_of(fresh.spec, variant.structure) for variant in fresh.plan.variants)
+    rows = dataclasses.replace(fresh, module_digests=digests), samples.measured_row(256)
+    tiles = conv_row(module_digest=module_digest(render_conv())), conv_row(rows=8)
+    (data,) = tables.shown_info([dataclasses.replace(samples.table(*rows), convolutions=tiles)])["tables"]
+    (group,) = data["specs"]
+    assert [row["stale"] for row in group["rows"]] == [False, True]
+    assert {row["rows"]: row["stale"] for row in data["convolutions"]} == {64: False, 8: True}
+    assert "2 rows are stale (*)" in samples.drawn(drawing.draw_tables, {"tables": [data], "related": []})
 
 
 def test_only_rows_of_a_models_layers_are_shown():
