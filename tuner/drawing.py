@@ -71,7 +71,7 @@ def _draw_table(data: Data, console: Console) -> list[str]:
     rows_and_tiles = [*(row for group in data["specs"] for row in group["rows"]), *data["convolutions"]]
     stale = sum(row["stale"] for row in rows_and_tiles)
     if stale:
-        told = f"{stale} rows are stale ({_STALE}): their kernels have changed since they were timed"
+        told = f"{stale} rows or tiles are stale ({_STALE}): their kernels have changed since they were made"
         console.print(told, soft_wrap=True)
     groups = {group["spec"]: [_cells(row) for row in group["rows"]] for group in data["specs"]}
     promised = {

@@ -53,7 +53,7 @@ def test_rows_of_former_kernels_are_counted_and_marked():
     (group,) = data["tables"][0]["specs"]
     group["rows"][1]["stale"] = True
     text = drawn(drawing.draw_tables, data, 60)
-    assert "1 rows are stale (*): their kernels have changed since they were timed" in text
+    assert "1 rows or tiles are stale (*): their kernels have changed since they were made" in text
     assert " 8.50* " in text
     assert " 4.50 " in text
 

@@ -85,7 +85,9 @@ def test_what_has_changed_since_it_was_timed_is_told():
     (group,) = data["specs"]
     assert [row["stale"] for row in group["rows"]] == [False, True]
     assert {row["rows"]: row["stale"] for row in data["convolutions"]} == {64: False, 8: True}
-    assert "2 rows are stale (*)" in samples.drawn(drawing.draw_tables, {"tables": [data], "related": []})
+    assert "2 rows or tiles are stale (*)" in samples.drawn(
+        drawing.draw_tables, {"tables": [data], "related": []}
+    )
 
 
 def test_only_rows_of_a_models_layers_are_shown():

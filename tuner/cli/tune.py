@@ -29,8 +29,9 @@ from .exit_codes import ExitCode
 def tune(as_json: bool, results: Path | None, **values: Any) -> int:
     """Plan, compile, gate, search and emit: kernels and a dispatch table for one GPU.
 
-    Without the GPU the table is static: compiled, analysed and ranked, not timed. An interrupted
-    run loses nothing that was measured, and has rows of what was whole; the same command resumes.
+    Without the GPU the table is static: compiled, analysed and ranked, not timed, and written at
+    the end. An interrupted run loses nothing that was compiled or measured; one that measures has
+    rows of what was whole. The same command resumes.
     """
     from .. import drawing, progress, report
 
