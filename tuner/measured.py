@@ -372,9 +372,9 @@ def _fastest(rankings: Mapping[str, Mapping[int, Ranking]], batch: int) -> dict[
     return {mode: found[0].variant for mode, found in ranked.items() if found}
 
 
-def workers() -> int:
-    """Compiler processes to run: all processors but one, which the bench needs."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+def workers(timing: bool) -> int:
+    """Compiler processes to run: a processor each, but for one where a bench times beside them."""
+    return max(1, len(os.sched_getaffinity(0)) - timing)
 
 
 def cache_folder(store: Path | str) -> Path:

@@ -10,10 +10,11 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from ..codegen import emit
 from ..runtime.plan import Plan, Structure, Tile
 from ..runtime.spec import Spec
 
@@ -270,20 +271,11 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in text.split("."))
 
 
-def table_info(
-    table: Table,
-    stale: Callable[[Row], bool] = lambda row: False,
-    stale_tile: Callable[[ConvRow], bool] = lambda row: False,
-) -> Data:
-    """A table as data: provenance and its rows by spec.
-
-    Args:
-        table: What is shown.
-        stale, stale_tile: Whether a row's kernels, or a tile's, have changed since it was made.
-    """
+def table_info(table: Table) -> Data:
+    """A table as data: provenance and its rows by spec, each with whether its kernels have changed since."""
     groups: dict[str, list[Data]] = {}
     for row in table.rows:
-        groups.setdefault(row.spec.key, []).append({**row_info(row), "stale": stale(row)})
+        groups.setdefault(row.spec.key, []).append({**row_info(row), "stale": emit.stale(row)})
     return {
         "gpu": table.gpu.name,
         "capability": list(table.gpu.capability),
@@ -297,7 +289,7 @@ def table_info(
             "driver": table.toolchain.driver,
         },
         "specs": [{"spec": key, "rows": rows} for key, rows in groups.items()],
-        "convolutions": [{**conv_row_info(row), "stale": stale_tile(row)} for row in table.convolutions],
+        "convolutions": [{**conv_row_info(row), "stale": emit.stale_tile(row)} for row in table.convolutions],
     }
 
 

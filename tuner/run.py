@@ -64,13 +64,13 @@ def plan(job: Job, report: Report) -> Planned:
     check_toolchain()
     gpu = job.target.gpu
     jobs = by_promise(spec_jobs(job.work), {}) if job.target.measured else static_jobs(job)
-    with CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool:
+    with CompilePool(gpu, workers(timing=False), TIMEOUT_S, cache_folder(job.store)) as pool:
         compilation = Compilation(jobs, pool, gpu, until_s)
         while not compilation.done:
             for _ in compilation.collect():
                 report(compilation.event())
     found = {spec: compilation.candidates(spec) for spec in compilation.specs}
-    estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers()
+    estimate_s = len(jobs) * SECONDS_PER_COMPILE / workers(job.target.measured)
     if job.target.measured:
         timing_s = SECONDS_PER_CELL * sum(len(w.effective_batches) * budget_share(w) for w in job.work)
         timing_s += SECONDS_PER_CONV_CELL * sum(len(w.shapes) for w in job.convolutions)
@@ -118,7 +118,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
     found: dict[Spec, Candidates] = {}
     stopped: KeyboardInterrupt | None = None
     with (
-        CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool,
+        CompilePool(gpu, workers(timing=True), TIMEOUT_S, cache_folder(job.store)) as pool,
         GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
         Store(job.store, gpu_bench.environment) as store,
     ):
@@ -206,7 +206,7 @@ def bench(job: Job, results: Path, report: Report) -> Tuned:
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(prefix="replayssm-bench-") as folder,
-        CompilePool(gpu, workers(), TIMEOUT_S, cache_folder(job.store)) as pool,
+        CompilePool(gpu, workers(timing=True), TIMEOUT_S, cache_folder(job.store)) as pool,
         GpuBench(pool.modules, pool.triton_cache) as gpu_bench,
         Store(Path(folder) / "store", gpu_bench.environment) as store,
     ):
@@ -306,7 +306,7 @@ def _static(job: Job, report: Report, results: Path | None) -> Tuned:
             where=f"--output {job.output}",
             hint="choose another --output, and let REPLAYSSM_TABLE_DIR name that folder's tables alone",
         )
-    result = static_tune(job, cache_folder(job.store), workers(), report)
+    result = static_tune(job, cache_folder(job.store), workers(timing=False), report)
     toolchain = Toolchain(triton=triton.__version__, torch=torch.__version__, driver="")
     table = Table(gpu.info, toolchain, "static", __version__, runfile.today(), tuple(result.rows))
     emission = emit(job.output, table)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,7 +235,7 @@ def static_tune(
 
     Args:
         cache_dir: Of the compile pool.
-        workers: Compiler processes; no fewer than there are processors, since nothing else runs.
+        workers: Compiler processes.
         max_variants: Points to compile over all specs; a trial budget of the job bounds it too. A time budget
             ends compiling, but for default plans.
 
@@ -248,7 +247,6 @@ def static_tune(
     gpu = job.target.gpu
     works = _works(job)
     chosen = _points(works, min(max_variants, job.budget.trials or max_variants))
-    workers = max(workers, len(os.sched_getaffinity(0)))
     jobs = _listed(chosen)
     results: dict[tuple[Spec, Variant], Compiled] = {}
     structures = dict.fromkeys((spec, variant.structure) for spec, variant in jobs)

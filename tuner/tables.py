@@ -121,7 +121,7 @@ def shown_info(tables: Sequence[Table], models: Sequence[Model] = (), related: S
             where=f"tables at hand: {gpus_at_hand}",
             hint=f"make some: replayssm-tune --gpu NAME --model {models[0].name}",
         )
-    infos = [table_info(table, emit.stale, emit.stale_tile) for table in shown]
+    infos = [table_info(table) for table in shown]
     return {"tables": infos, "related": list(related)}
 
 
