@@ -84,6 +84,9 @@ def _worker() -> tuple[ProcessPoolExecutor, int]:
 
 def _become_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    from replayssm_tune.tuner.interpreted import lighten_interpreter
+
+    lighten_interpreter()
 
 
 def _call(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,8 +19,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from inspect import ismodule
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..codegen.cache import rendered
 from ..codegen.files import emit_error
@@ -208,6 +209,42 @@ def check_case(spec: Spec, structure: Structure, modules: Path) -> str:
     return Gate(scene, repeats=2).check(small_plan(spec, structure), rendered(modules)).reason
 
 
+def lighten_interpreter() -> None:
+    """Make Triton's interpreter leave out what takes half its time and finds nothing in small cases.
+
+    It checks every sum and product of integers for overflow, and replaces the functions of its language
+    anew at every call of a function from a kernel, though they are replaced already. Only in an interpreting
+    process; an interpreter of another make is left as it is.
+    """
+    from triton.runtime import interpreter
+
+    known: Any = interpreter
+    builder: Any = getattr(known, "interpreter_builder", None)
+    if hasattr(builder, "options") and hasattr(builder.options, "sanitize_overflow"):
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    scope_type, patch = (getattr(known, name, None) for name in ("_LangPatchScope", "_patch_lang"))
+    if scope_type is None or patch is None:
+        return
+    language = {known.tl, known.tl.core}
+    replaced: set[object] = set()
+    """Modules of the language whose functions are replaced, in the launch under way."""
+
+    class LaunchScope(scope_type):  # type: ignore[misc, valid-type]
+        def restore(self) -> None:
+            replaced.clear()
+            super().restore()
+
+    def patch_once(function: Callable[..., object]) -> object:
+        used = {value for value in function.__globals__.values() if ismodule(value) and value in language}
+        if replaced >= used:
+            return scope_type()
+        known._LangPatchScope = scope_type if replaced else LaunchScope
+        replaced.update(used)
+        return patch(function)
+
+    known._patch_lang = patch_once
+
+
 def _end_with_caller() -> None:
     """End this process once the caller is gone, killed or not: its end of stdin closes with it."""
 
@@ -220,6 +257,7 @@ def _end_with_caller() -> None:
 
 def _main() -> None:
     _end_with_caller()
+    lighten_interpreter()
     import torch
 
     torch.set_num_threads(1)  # threads cost more than these sizes gain

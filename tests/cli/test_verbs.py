@@ -404,7 +404,8 @@ def test_the_whole_chain_is_explained_for_the_users_and_the_packaged_tables(call
         gpu=targets.find("H200").info,
     )
     monkeypatch.setattr("replayssm_tune.tuner.tables.shipped_tables", lambda strict: (shipped,))
-    save(samples.table(samples.measured_row(128), gpu=targets.find("H100").info), tmp_path / "mine.json")
+    old = samples.measured_row(128, module_digests=("a" * 16, "b" * 16))
+    save(samples.table(old, gpu=targets.find("H100").info), tmp_path / "mine.json")
     monkeypatch.setenv("REPLAYSSM_TABLE_DIR", str(tmp_path))
     code, out, _ = call("table", "explain", *layer, "--batch", "1,32", "--chain")
     assert code == 0

@@ -24,6 +24,15 @@ def test_a_kernel_runs_on_cpu_memory():
     np.testing.assert_array_equal(result, 2 * values + 1)
 
 
+def test_the_language_is_replaced_for_a_launch_and_put_back():
+    values = np.arange(5, dtype=np.float32)
+    results, itself, patches = run_interpreted(f"{CASES}:halved_twice", values)
+    for result in results:
+        np.testing.assert_array_equal(result, values / 2)
+    assert itself == [True] * 3
+    assert patches <= 2 * len(results), "not at every call of a function from a kernel: those are more"
+
+
 @pytest.fixture
 def offset() -> float:
     return 3.0
