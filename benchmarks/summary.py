@@ -129,11 +129,11 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
         }
 
 
-def _age(named: tuple[str, dict[str, Any]]) -> tuple[str, list[tuple[int, str]]]:
-    """Sort key of runs, oldest first: of one day and name ``x-2`` comes after ``x`` and before ``x-10``."""
+def _age(named: tuple[str, dict[str, Any]]) -> tuple[str, int, str]:
+    """Sort key of runs, oldest first: of one day ``x-2`` and ``y-2`` come after ``x`` and before ``x-10``."""
     name, run = named
-    words = name.removesuffix(".json").split("-")
-    return run["date"], [(int(word), "") if word.isdigit() else (0, word) for word in words]
+    stem, _, last = name.removesuffix(".json").rpartition("-")
+    return (run["date"], int(last), stem) if last.isdigit() else (run["date"], 1, f"{stem}-{last}")
 
 
 def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:

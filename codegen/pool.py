@@ -286,6 +286,8 @@ def _serve(pipe: Connection, gpu: Gpu, modules: Path, triton_cache: Path, scratc
     """Body of a worker: jobs until the pipe closes, which it also does if the caller dies."""
     os.setpgid(0, 0)
     os.nice(NICENESS)
+    # Triton prints a program that the assembler refuses, and the caller's standard output is for results.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch  # the assembler's, and Python's
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache)
     # One job is one core's work; what torch and the assembler could add is the pool's to decide.

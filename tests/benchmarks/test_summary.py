@@ -181,6 +181,13 @@ def test_the_newer_run_counts_whatever_the_order():
     assert record["run"] == "a.json"
 
 
+def test_of_one_day_the_number_counts_before_the_name():
+    names = ["m-t4.json", "m.json", "m-2.json", "m-t4-2.json", "m-10.json"]
+    shuffled = [(name, run(date="2026-11-30")) for name in reversed(names)]
+    found = [name for name, _ in sorted(shuffled, key=summary._age)]
+    assert [found.index(name) for name in ("m-2.json", "m-t4-2.json", "m-10.json")] == [2, 3, 4]
+
+
 def test_cells_without_a_time_make_no_claims():
     bare = {"spec": KEY.format("fp32"), "effective_batch": 128, "plan": "plan"}
     assert summary.derive([("a.json", run(bare))]) == []

@@ -133,6 +133,22 @@ def test_what_the_compiler_refuses_is_a_result(cache_dir):
     assert good.status == "ok"
 
 
+def test_what_the_assembler_refuses_is_not_printed(tmp_path, monkeypatch, capfd):
+    # Triton prints it to the standard output, which is for results.
+    assembler = tmp_path / "ptxas"
+    real = compile_module._tool("ptxas")
+    assembler.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) exec {real} "$@";; esac\necho boom >&2\nexit 1\n'
+    )
+    assembler.chmod(0o755)
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.setenv(name, str(assembler))
+    with CompilePool(H200, 1, 120.0, tmp_path / "cache") as pool:
+        (refused,) = pool.run([SAMPLE[1]])
+    assert refused.status == "compile"
+    assert capfd.readouterr().out == ""
+
+
 def test_a_time_out_is_a_result_and_leaves_no_process(tmp_path):
     with CompilePool(H200, 1, 0.02, tmp_path) as pool:
         (result,) = pool.run([SAMPLE[1]])
