@@ -136,8 +136,8 @@ def step(
             gate = -tl.exp(log_rate) * softplus(step_size)
             token_decay = tl.exp(gate)
             beta = 1.0 / (1.0 + tl.exp(-beta))
-            q_scale = 0.08838834764831845 / tl.sqrt_rn(tl.sum(c * c) + 1e-6)
-            k_scale = 1.0 / tl.sqrt_rn(tl.sum(b * b) + 1e-6)
+            q_scale = 0.08838834764831845 * tl.rsqrt(tl.sum(c * c) + 1e-6)
+            k_scale = tl.rsqrt(tl.sum(b * b) + 1e-6)
             s = s.to(tl.float32) * tl.sum(tl.where(h == head_offset, token_decay, 0.0), 0)
             u = x_new - tl.sum(tl.sum(s * b[:, None, :], 0), 1) * k_scale
             u *= tl.sum(tl.where(h == head_offset, beta, 0.0), 0) * k_scale

@@ -134,18 +134,22 @@ def step(
     score_c = tl.load(score_c_ptr + score_n)
     score_key_ptr = b_ptr + row64 * b_stride_row + group * b_stride_group
     score_key = tl.load(score_key_ptr + score_n)
-    ring_b = tl.load(
-        ring_b_group_ptr + token[None, :, None] * ring_b_stride_token + score_n[:, None, :],
-        mask=live[None, :, None],
-        other=0.0,
-    )
+    b_line = tl.arange(0, STATE_BLOCK // SCORE_BLOCK * RING_BLOCK)
+    b_number = b_line % RING_BLOCK
+    b_token = ring_start + b_number
+    b_token -= tl.where(b_token >= ring_capacity, ring_capacity, 0)
+    b_n = (b_line // RING_BLOCK)[:, None] * SCORE_BLOCK + tl.arange(0, SCORE_BLOCK)[None, :]
+    ring_b_ptrs = ring_b_group_ptr + b_token[:, None] * ring_b_stride_token + b_n
+    b_live = (b_number < ring_len)[:, None]
+    ring_b = tl.load(ring_b_ptrs, mask=b_live, other=0.0)
+    ring_b = tl.reshape(ring_b, [score_chunks, RING_BLOCK, SCORE_BLOCK])
     tl.debug_barrier()
     new_score = tl.sum(b_new.to(tl.float32) * c_all, 0)
     gate = -tl.exp(log_rate) * softplus(step_size)
     token_decay = tl.exp(gate)
     beta = 1.0 / (1.0 + tl.exp(-beta))
-    q_scale = 0.08838834764831845 / tl.sqrt_rn(tl.sum(c_all * c_all) + 1e-6)
-    k_scale = 1.0 / tl.sqrt_rn(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
+    q_scale = 0.08838834764831845 * tl.rsqrt(tl.sum(c_all * c_all) + 1e-6)
+    k_scale = tl.rsqrt(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
     # Weight of the new token's own u in y.
     new = new_score * q_scale * k_scale
     # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums

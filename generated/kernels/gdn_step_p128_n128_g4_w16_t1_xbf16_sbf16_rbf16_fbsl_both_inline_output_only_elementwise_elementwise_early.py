@@ -118,13 +118,16 @@ def step(
     # barriers keep the compiler from sinking loads to their uses, and c is loaded after them (from the
     # L1) so that no use can be scheduled between the loads.
     state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
-    state_ptrs = state_head_ptr + p[None, :, None] * state_stride_row + columns[:, None, :]
-    s = tl.load(
-        state_ptrs,
-        mask=p_mask[None, :, None],
-        other=0.0,
-        eviction_policy=EVICTION,
-    )
+    line = tl.arange(0, chunks * BLOCK_P)
+    line_p = p_block * BLOCK_P + line % BLOCK_P
+    line_n = (line // BLOCK_P)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if HEAD_DIM % BLOCK_P == 0:
+        line_mask = tl.full([chunks * BLOCK_P, BLOCK_N], True, tl.int1)
+    else:
+        line_mask = (line_p < HEAD_DIM)[:, None] & (line_n < STATE_SIZE)
+    state_ptrs = state_head_ptr + line_p[:, None] * state_stride_row + line_n
+    s = tl.load(state_ptrs, mask=line_mask, other=0.0, eviction_policy=EVICTION)
+    s = tl.reshape(s, [chunks, BLOCK_P, BLOCK_N])
     ring_len = tl.load(ring_len_ptr + slot)
     ring_start = tl.load(ring_start_ptr + slot)
     tl.debug_barrier()
@@ -144,31 +147,55 @@ def step(
     ring_gate = tl.load(decay_ptr + token[None, :])
     later_gate = tl.load(decay_ptr + next_token[None, :])
     ring_b_group_ptr = ring_b_ptr + slot * ring_b_stride_slot + group * ring_b_stride_group
-    ring_b = tl.load(
-        ring_b_group_ptr + token[:, None] * ring_b_stride_token + n[None, :],
-    )
+    b_line = tl.arange(0, STATE_BLOCK // BLOCK_N * RING_BLOCK)
+    b_number = b_line % RING_BLOCK
+    b_token = ring_start + tl.minimum(b_number, last)
+    b_token -= tl.where(b_token >= ring_capacity, ring_capacity, 0)
+    b_n = (b_line // RING_BLOCK)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    ring_b_ptrs = ring_b_group_ptr + b_token[:, None] * ring_b_stride_token + b_n
+    ring_b = tl.load(ring_b_ptrs)
+    ring_b = tl.reshape(ring_b, [chunks, RING_BLOCK, BLOCK_N])
     ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-    ring_x = tl.load(
-        ring_x_head_ptr + token[:, None] * ring_x_stride_token + p[None, :],
-        mask=p_mask[None, :],
-        other=0.0,
-    )
+    # A line is two rows of one token.
+    pairs: tl.constexpr = (BLOCK_P + 1) // 2
+    x_line = tl.arange(0, RING_BLOCK * pairs)
+    x_number = x_line // pairs
+    x_token = ring_start + tl.minimum(x_number, last)
+    x_token -= tl.where(x_token >= ring_capacity, ring_capacity, 0)
+    x_p = (x_line % pairs)[:, None] * (BLOCK_P // pairs) + tl.arange(0, BLOCK_P // pairs)[None, :]
+    x_p += p_block * BLOCK_P
+    x_live = tl.full([RING_BLOCK * pairs, 1], True, tl.int1)
+    if HEAD_DIM % BLOCK_P != 0:
+        x_live = x_live & (x_p < HEAD_DIM)
+    ring_x_ptrs = ring_x_head_ptr + x_token[:, None] * ring_x_stride_token + x_p
+    ring_x = tl.load(ring_x_ptrs, mask=x_live, other=0.0)
+    ring_x = tl.reshape(ring_x, [RING_BLOCK, pairs, BLOCK_P // pairs])
     tl.debug_barrier()
     c_ptrs = c_ptr + row64 * c_stride_row + group * c_stride_group + columns
     c = tl.load(c_ptrs).to(tl.float32)
     key_ptrs = b_ptr + row64 * b_stride_row + group * b_stride_group + columns
     key = tl.load(key_ptrs).to(tl.float32)
-    ring_x = tl.where(live[:, None], ring_x, 0.0)
-    ring_gate = tl.where(live[None, :], ring_gate, 0.0)
-    later_gate = tl.where(next_live[None, :], later_gate, 0.0)
+    # What hangs on the new token alone comes first: the ring is still on its way.
     new_score = tl.sum(b_new.to(tl.float32) * c_all, 0)
     gate = -tl.exp(log_rate) * softplus(step_size)
     token_decay = tl.exp(gate)
     beta = 1.0 / (1.0 + tl.exp(-beta))
-    q_scale = 0.08838834764831845 / tl.sqrt_rn(tl.sum(c_all * c_all) + 1e-6)
-    k_scale = 1.0 / tl.sqrt_rn(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
+    q_scale = 0.08838834764831845 * tl.rsqrt(tl.sum(c_all * c_all) + 1e-6)
+    k_scale = tl.rsqrt(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
     # Weight of the new token's own u in y.
     new = new_score * q_scale * k_scale
+    # One program appends for all heads of a group, and one for all rows of a head.
+    appends_b = (first_head % HEADS_PER_GROUP == 0) & (p_block == 0)
+    tl.store(
+        ring_b_group_ptr + append * ring_b_stride_token + n,
+        (b_new.to(tl.float32) * k_scale).to(ring_b_ptr.dtype.element_ty),
+        mask=n < tl.where(appends_b, STATE_SIZE, 0),
+    )
+    new_decay_ptr = ring_decay_ptr + slot * ring_decay_stride_slot + heads * ring_decay_stride_head
+    tl.store(new_decay_ptr + append, gate, mask=h < tl.where(p_block == 0, HEADS_PER_PROGRAM, 0))
+    ring_x = tl.where(live[:, None, None], ring_x, 0.0)
+    ring_gate = tl.where(live[None, :], ring_gate, 0.0)
+    later_gate = tl.where(next_live[None, :], later_gate, 0.0)
     # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums
     # lose everything once one gate is large.
     weight = tl.where(live[None, :], tl.exp(tl.cumsum(later_gate, 1, reverse=True)), 0.0)
@@ -177,39 +204,38 @@ def step(
         # S = decay * S0 + sum_j weight_j u_j k_j^T;  h(r) = S r for r = q and r = k
         head_weight = tl.sum(weight, 0)
         head_decay = tl.sum(decay, 0)
-        weighted = tl.trans(ring_x.to(tl.float32) * head_weight[:, None])
+        fold_x = tl.reshape(ring_x, [RING_BLOCK, BLOCK_P])
+        weighted = tl.trans(fold_x.to(tl.float32) * head_weight[:, None])
         # B is exact in bf16; weighted x is split so that the sum of its terms is.
         high = weighted.to(tl.bfloat16)
         low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
-        fold_b = tl.where(live[:, None], ring_b, 0.0).to(ring_b.dtype)
+        fold_b = tl.reshape(tl.permute(ring_b, (1, 0, 2)), [RING_BLOCK, STATE_BLOCK])
+        fold_b = tl.where(live[:, None], fold_b, 0.0).to(ring_b.dtype)
         update = tl.dot(high, fold_b, acc=tl.dot(low, fold_b))
         update = tl.permute(tl.reshape(update, [BLOCK_P, chunks, BLOCK_N]), (1, 0, 2))
         folded = s.to(tl.float32) * head_decay + update
         tl.store(
             state_ptrs,
-            folded.to(state_ptr.dtype.element_ty),
-            mask=p_mask[None, :, None],
+            tl.reshape(folded, [chunks * BLOCK_P, BLOCK_N]).to(state_ptr.dtype.element_ty),
+            mask=line_mask,
             eviction_policy="evict_last",
         )
         y = tl.sum(tl.sum(folded * c[:, None, :], 0), 1)
         y_k = tl.sum(tl.sum(folded * key[:, None, :], 0), 1)
     else:
         # h(r) = decay * (S0 r) + sum_j weight_j (k_j r) u_j for r = q and r = k
-        score_c = tl.load(c_ptr + row64 * c_stride_row + group * c_stride_group + n)
-        score = tl.sum(ring_b.to(tl.float32) * score_c.to(tl.float32)[None, :], 1)
+        score = tl.sum(tl.sum(ring_b.to(tl.float32) * c[:, None, :], 0), 1)
         score = tl.where(live, score, 0.0)
-        score_key = tl.load(b_ptr + row64 * b_stride_row + group * b_stride_group + n)
-        score_k = tl.sum(ring_b.to(tl.float32) * score_key.to(tl.float32)[None, :], 1)
+        score_k = tl.sum(tl.sum(ring_b.to(tl.float32) * key[:, None, :], 0), 1)
         score_k = tl.where(live, score_k, 0.0)
-        weight_k = weight * score_k[None, :]
-        weight *= score[None, :]
         head_weight = tl.sum(weight, 0)
-        head_weight_k = tl.sum(weight_k, 0)
         head_decay = tl.sum(decay, 0)
         y = tl.sum(tl.sum(s.to(tl.float32) * c[:, None, :], 0), 1) * head_decay
         y_k = tl.sum(tl.sum(s.to(tl.float32) * key[:, None, :], 0), 1) * head_decay
-        y += tl.sum(ring_x.to(tl.float32) * head_weight[:, None], 0)
-        y_k += tl.sum(ring_x.to(tl.float32) * head_weight_k[:, None], 0)
+        # Scores come last, and go straight from their layout to that of the ring's x.
+        weighted_ring = ring_x.to(tl.float32) * head_weight[:, None, None]
+        y += tl.reshape(tl.sum(weighted_ring * score[:, None, None], 0), [BLOCK_P])
+        y_k += tl.reshape(tl.sum(weighted_ring * score_k[:, None, None], 0), [BLOCK_P])
     # u = beta (v - e^g h(k));  y = e^g h(q) + (k q) u
     u = tl.sum(beta, 0) * (x_new.to(tl.float32) - tl.sum(token_decay, 0) * k_scale * y_k)
     y = tl.sum(token_decay, 0) * q_scale * y + new * u
@@ -225,12 +251,3 @@ def step(
         u.to(ring_x_ptr.dtype.element_ty),
         mask=p_mask,
     )
-    # One program appends for all heads of a group, and one for all rows of a head.
-    appends_b = (first_head % HEADS_PER_GROUP == 0) & (p_block == 0)
-    tl.store(
-        ring_b_group_ptr + append * ring_b_stride_token + n,
-        (b_new.to(tl.float32) * k_scale).to(ring_b_ptr.dtype.element_ty),
-        mask=n < tl.where(appends_b, STATE_SIZE, 0),
-    )
-    new_decay_ptr = ring_decay_ptr + slot * ring_decay_stride_slot + heads * ring_decay_stride_head
-    tl.store(new_decay_ptr + append, gate, mask=h < tl.where(p_block == 0, HEADS_PER_PROGRAM, 0))

@@ -137,18 +137,22 @@ def step(
     score_c = tl.load(score_c_ptr + score_n)
     score_key_ptr = b_ptr + row64 * b_stride_row + group * b_stride_group
     score_key = tl.load(score_key_ptr + score_n)
-    ring_b = tl.load(
-        ring_b_group_ptr + token[None, :, None] * ring_b_stride_token + score_n[:, None, :],
-        mask=live[None, :, None],
-        other=0.0,
-    )
+    b_line = tl.arange(0, STATE_BLOCK // SCORE_BLOCK * RING_BLOCK)
+    b_number = b_line % RING_BLOCK
+    b_token = ring_start + b_number
+    b_token -= tl.where(b_token >= ring_capacity, ring_capacity, 0)
+    b_n = (b_line // RING_BLOCK)[:, None] * SCORE_BLOCK + tl.arange(0, SCORE_BLOCK)[None, :]
+    ring_b_ptrs = ring_b_group_ptr + b_token[:, None] * ring_b_stride_token + b_n
+    b_live = (b_number < ring_len)[:, None]
+    ring_b = tl.load(ring_b_ptrs, mask=b_live, other=0.0)
+    ring_b = tl.reshape(ring_b, [score_chunks, RING_BLOCK, SCORE_BLOCK])
     tl.debug_barrier()
     new_score = tl.sum(b_new.to(tl.float32) * c_all, 0)
     gate = -tl.exp(log_rate) * softplus(step_size)
     token_decay = tl.exp(gate)
     beta = 1.0 / (1.0 + tl.exp(-beta))
-    q_scale = 0.08838834764831845 / tl.sqrt_rn(tl.sum(c_all * c_all) + 1e-6)
-    k_scale = 1.0 / tl.sqrt_rn(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
+    q_scale = 0.08838834764831845 * tl.rsqrt(tl.sum(c_all * c_all) + 1e-6)
+    k_scale = tl.rsqrt(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
     # Weight of the new token's own u in y.
     new = new_score * q_scale * k_scale
     # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums
@@ -163,14 +167,24 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            ring_x = tl.load(
-                ring_x_head_ptr + token[:, None] * ring_x_stride_token + p[None, :],
-                mask=live[:, None] & p_mask[None, :],
-                other=0.0,
-            )
+            # A line is two rows of one token.
+            pairs: tl.constexpr = (BLOCK_P + 1) // 2
+            x_line = tl.arange(0, RING_BLOCK * pairs)
+            x_number = x_line // pairs
+            x_token = ring_start + x_number
+            x_token -= tl.where(x_token >= ring_capacity, ring_capacity, 0)
+            x_p = (x_line % pairs)[:, None] * (BLOCK_P // pairs) + tl.arange(0, BLOCK_P // pairs)[None, :]
+            x_p += p_block * BLOCK_P
+            x_live = (x_number < ring_len)[:, None]
+            if HEAD_DIM % BLOCK_P != 0:
+                x_live = x_live & (x_p < HEAD_DIM)
+            ring_x_ptrs = ring_x_head_ptr + x_token[:, None] * ring_x_stride_token + x_p
+            ring_x = tl.load(ring_x_ptrs, mask=x_live, other=0.0)
+            ring_x = tl.reshape(ring_x, [RING_BLOCK, pairs, BLOCK_P // pairs])
             head_weight = tl.sum(tl.where(h[:, None] == head_offset, weight, 0.0), 0)
             head_decay = tl.sum(tl.where(h == head_offset, decay, 0.0), 0)
-            weighted = tl.trans(ring_x.to(tl.float32) * head_weight[:, None])
+            fold_x = tl.reshape(ring_x, [RING_BLOCK, BLOCK_P])
+            weighted = tl.trans(fold_x.to(tl.float32) * head_weight[:, None])
             # B is exact in bf16; weighted x is split so that the sum of its terms is.
             high = weighted.to(tl.bfloat16)
             low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
@@ -214,11 +228,20 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            ring_x = tl.load(
-                ring_x_head_ptr + token[:, None] * ring_x_stride_token + p[None, :],
-                mask=live[:, None] & p_mask[None, :],
-                other=0.0,
-            )
+            # A line is two rows of one token.
+            pairs: tl.constexpr = (BLOCK_P + 1) // 2
+            x_line = tl.arange(0, RING_BLOCK * pairs)
+            x_number = x_line // pairs
+            x_token = ring_start + x_number
+            x_token -= tl.where(x_token >= ring_capacity, ring_capacity, 0)
+            x_p = (x_line % pairs)[:, None] * (BLOCK_P // pairs) + tl.arange(0, BLOCK_P // pairs)[None, :]
+            x_p += p_block * BLOCK_P
+            x_live = (x_number < ring_len)[:, None]
+            if HEAD_DIM % BLOCK_P != 0:
+                x_live = x_live & (x_p < HEAD_DIM)
+            ring_x_ptrs = ring_x_head_ptr + x_token[:, None] * ring_x_stride_token + x_p
+            ring_x = tl.load(ring_x_ptrs, mask=x_live, other=0.0)
+            ring_x = tl.reshape(ring_x, [RING_BLOCK, pairs, BLOCK_P // pairs])
             head_weight = tl.sum(tl.where(h[:, None] == head_offset, weight, 0.0), 0)
             head_weight_k = tl.sum(tl.where(h[:, None] == head_offset, weight_k, 0.0), 0)
             head_decay = tl.sum(tl.where(h == head_offset, decay, 0.0), 0)
@@ -240,8 +263,10 @@ def step(
                 partial_k += s.to(tl.float32) * chunk_key.to(tl.float32)[None, :]
             y = tl.sum(partial, 1) * head_decay
             y_k = tl.sum(partial_k, 1) * head_decay
-            y += tl.sum(ring_x.to(tl.float32) * head_weight[:, None], 0)
-            y_k += tl.sum(ring_x.to(tl.float32) * head_weight_k[:, None], 0)
+            weighted_ring = ring_x.to(tl.float32) * head_weight[:, None, None]
+            y += tl.reshape(tl.sum(weighted_ring, 0), [BLOCK_P])
+            weighted_ring = ring_x.to(tl.float32) * head_weight_k[:, None, None]
+            y_k += tl.reshape(tl.sum(weighted_ring, 0), [BLOCK_P])
             history = tl.where(h[:, None] == head_offset, y[None, :], history)
             history_k = tl.where(h[:, None] == head_offset, y_k[None, :], history_k)
     # All heads at once: writes in between the reads of the state cost several times their bytes. They stay

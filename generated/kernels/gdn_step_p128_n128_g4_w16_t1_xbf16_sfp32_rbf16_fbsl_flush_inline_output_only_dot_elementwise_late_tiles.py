@@ -136,8 +136,8 @@ def step(
     gate = -tl.exp(log_rate) * softplus(step_size)
     token_decay = tl.exp(gate)
     beta = 1.0 / (1.0 + tl.exp(-beta))
-    q_scale = 0.08838834764831845 / tl.sqrt_rn(tl.sum(c_all * c_all) + 1e-6)
-    k_scale = 1.0 / tl.sqrt_rn(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
+    q_scale = 0.08838834764831845 * tl.rsqrt(tl.sum(c_all * c_all) + 1e-6)
+    k_scale = tl.rsqrt(tl.sum(b_new.to(tl.float32) * b_new.to(tl.float32)) + 1e-6)
     # Weight of the new token's own u in y.
     new = new_score * q_scale * k_scale
     # Weight of ring token j: exp(sum of the gates after j). Suffix sums, since differences of prefix sums

@@ -84,6 +84,13 @@ def step(
     skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     chunks: tl.constexpr = STATE_BLOCK // BLOCK_N
     columns = tl.arange(0, chunks)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    line = tl.arange(0, chunks * BLOCK_P)
+    line_p = p_block * BLOCK_P + line % BLOCK_P
+    line_n = (line // BLOCK_P)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if HEAD_DIM % BLOCK_P == 0:
+        line_mask = tl.full([chunks * BLOCK_P, BLOCK_N], True, tl.int1)
+    else:
+        line_mask = (line_p < HEAD_DIM)[:, None] & (line_n < STATE_SIZE)
     c_ptrs = c_ptr + row64 * c_stride_row + group * c_stride_group + columns
     c = tl.load(c_ptrs).to(tl.float32)
     b_ptrs = b_ptr + row64 * b_stride_row + group * b_stride_group + columns
@@ -99,13 +106,9 @@ def step(
     for head_offset in tl.range(0, HEADS_PER_PROGRAM, num_stages=NUM_STAGES):
         head = first_head + head_offset
         state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
-        state_ptrs = state_head_ptr + p[None, :, None] * state_stride_row + columns[:, None, :]
-        s = tl.load(
-            state_ptrs,
-            mask=p_mask[None, :, None],
-            other=0.0,
-            eviction_policy=EVICTION,
-        )
+        state_ptrs = state_head_ptr + line_p[:, None] * state_stride_row + line_n
+        s = tl.load(state_ptrs, mask=line_mask, other=0.0, eviction_policy=EVICTION)
+        s = tl.reshape(s, [chunks, BLOCK_P, BLOCK_N])
         x_new = tl.load(x_ptr + row64 * x_stride_row + head * x_stride_head + p, mask=p_mask, other=0.0)
         x_new = x_new.to(tl.float32)
         update = tl.sum(tl.where(h == head_offset, delta, 0.0), 0) * x_new
@@ -113,8 +116,8 @@ def step(
         s += update[None, :, None] * b[:, None, :]
         tl.store(
             state_ptrs,
-            s.to(state_ptr.dtype.element_ty),
-            mask=p_mask[None, :, None],
+            tl.reshape(s, [chunks * BLOCK_P, BLOCK_N]).to(state_ptr.dtype.element_ty),
+            mask=line_mask,
             eviction_policy="evict_last",
         )
         y = tl.sum(tl.sum(s * c[:, None, :], 0), 1)

@@ -134,11 +134,15 @@ def step(
     score_n = tl.arange(0, score_chunks)[:, None] * SCORE_BLOCK + tl.arange(0, SCORE_BLOCK)[None, :]
     score_c_ptr = c_ptr + row64 * c_stride_row + group * c_stride_group
     score_c = tl.load(score_c_ptr + score_n)
-    ring_b = tl.load(
-        ring_b_group_ptr + token[None, :, None] * ring_b_stride_token + score_n[:, None, :],
-        mask=live[None, :, None],
-        other=0.0,
-    )
+    b_line = tl.arange(0, STATE_BLOCK // SCORE_BLOCK * RING_BLOCK)
+    b_number = b_line % RING_BLOCK
+    b_token = ring_start + b_number
+    b_token -= tl.where(b_token >= ring_capacity, ring_capacity, 0)
+    b_n = (b_line // RING_BLOCK)[:, None] * SCORE_BLOCK + tl.arange(0, SCORE_BLOCK)[None, :]
+    ring_b_ptrs = ring_b_group_ptr + b_token[:, None] * ring_b_stride_token + b_n
+    b_live = (b_number < ring_len)[:, None]
+    ring_b = tl.load(ring_b_ptrs, mask=b_live, other=0.0)
+    ring_b = tl.reshape(ring_b, [score_chunks, RING_BLOCK, SCORE_BLOCK])
     tl.debug_barrier()
     new_score = tl.sum(b_new.to(tl.float32) * c_all, 0)
     delta = softplus(step_size)
