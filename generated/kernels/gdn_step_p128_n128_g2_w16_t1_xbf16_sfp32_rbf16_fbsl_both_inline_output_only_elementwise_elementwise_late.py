@@ -159,6 +159,7 @@ def step(
     # lose everything once one gate is large.
     weight = tl.where(live[None, :], tl.exp(tl.cumsum(later_gate, 1, reverse=True)), 0.0)
     decay = tl.exp(tl.sum(ring_gate, 1))
+    pairs: tl.constexpr = (BLOCK_P + 1) // 2
     history = tl.zeros([HEAD_BLOCK, BLOCK_P], tl.float32)
     history_k = tl.zeros([HEAD_BLOCK, BLOCK_P], tl.float32)
     if flush:
@@ -167,8 +168,6 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            # A line is two rows of one token.
-            pairs: tl.constexpr = (BLOCK_P + 1) // 2
             x_line = tl.arange(0, RING_BLOCK * pairs)
             x_number = x_line // pairs
             x_token = ring_start + x_number
@@ -228,8 +227,6 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            # A line is two rows of one token.
-            pairs: tl.constexpr = (BLOCK_P + 1) // 2
             x_line = tl.arange(0, RING_BLOCK * pairs)
             x_number = x_line // pairs
             x_token = ring_start + x_number

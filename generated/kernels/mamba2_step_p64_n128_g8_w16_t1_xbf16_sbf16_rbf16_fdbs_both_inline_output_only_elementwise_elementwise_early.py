@@ -155,7 +155,6 @@ def step(
     ring_b = tl.load(ring_b_ptrs)
     ring_b = tl.reshape(ring_b, [chunks, RING_BLOCK, BLOCK_N])
     ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-    # A line is two rows of one token.
     pairs: tl.constexpr = (BLOCK_P + 1) // 2
     x_line = tl.arange(0, RING_BLOCK * pairs)
     x_number = x_line // pairs

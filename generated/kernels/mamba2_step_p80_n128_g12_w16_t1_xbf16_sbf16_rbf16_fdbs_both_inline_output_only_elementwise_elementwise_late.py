@@ -155,6 +155,7 @@ def step(
     suffix = tl.cumsum(later_delta, 1, reverse=True)
     weight = ring_delta * tl.exp(rate[:, None] * suffix)
     decay = tl.exp(rate * tl.sum(ring_delta, 1))
+    pairs: tl.constexpr = (BLOCK_P + 1) // 2
     history = tl.zeros([HEAD_BLOCK, BLOCK_P], tl.float32)
     if flush:
         # S = decay * S0 + sum_j weight_j x_j B_j^T;  y = token_decay * (S C) + new * x
@@ -162,8 +163,6 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            # A line is two rows of one token.
-            pairs: tl.constexpr = (BLOCK_P + 1) // 2
             x_line = tl.arange(0, RING_BLOCK * pairs)
             x_number = x_line // pairs
             x_token = ring_start + x_number
@@ -217,8 +216,6 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            # A line is two rows of one token.
-            pairs: tl.constexpr = (BLOCK_P + 1) // 2
             x_line = tl.arange(0, RING_BLOCK * pairs)
             x_number = x_line // pairs
             x_token = ring_start + x_number

@@ -133,6 +133,7 @@ def step(
     new = tl.load(scratch_head_ptr + RING_BLOCK + 1, mask=head_mask, other=0.0)
     token_decay = tl.load(scratch_head_ptr + RING_BLOCK + 2, mask=head_mask, other=0.0)
     ring_b_group_ptr = ring_b_ptr + slot * ring_b_stride_slot + group * ring_b_stride_group
+    pairs: tl.constexpr = (BLOCK_P + 1) // 2
     history = tl.zeros([HEAD_BLOCK, BLOCK_P], tl.float32)
     if flush:
         # S = decay * S0 + sum_j weight_j x_j B_j^T;  y = token_decay * (S C) + new * x
@@ -140,8 +141,6 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            # A line is two rows of one token.
-            pairs: tl.constexpr = (BLOCK_P + 1) // 2
             x_line = tl.arange(0, RING_BLOCK * pairs)
             x_number = x_line // pairs
             x_token = ring_start + x_number
@@ -192,8 +191,6 @@ def step(
             head = first_head + head_offset
             state_head_ptr = state_ptr + slot * state_stride_slot + head * state_stride_head
             ring_x_head_ptr = ring_x_ptr + slot * ring_x_stride_slot + head * ring_x_stride_head
-            # A line is two rows of one token.
-            pairs: tl.constexpr = (BLOCK_P + 1) // 2
             x_line = tl.arange(0, RING_BLOCK * pairs)
             x_number = x_line // pairs
             x_token = ring_start + x_number
