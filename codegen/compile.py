@@ -137,6 +137,26 @@ class Drop:
     detail: str = ""
 
 
+def require_any(results: Iterable[Compiled]) -> None:
+    """Refuse results of which not one is a kernel: then it is not the points that are at fault.
+
+    Raises:
+        CompileError: So it is; the message has the first reason.
+    """
+    failed: list[Compiled] = []
+    for result in results:
+        if result.status == "ok":
+            return
+        failed.append(result)
+    if failed:
+        first = failed[0]
+        raise CompileError(
+            f"none of {len(failed)} points compiles; the first ended as {first.status}: {first.reason}",
+            where=f"{first.spec.key} {first.variant.key}",
+            hint="look at the installation of triton and at the disk its cache is on",
+        )
+
+
 def select(
     results: Iterable[Compiled], limits: Limits, keep: Variant | None = None
 ) -> tuple[tuple[Compiled, ...], tuple[Drop, ...]]:

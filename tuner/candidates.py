@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..codegen import space
-from ..codegen.compile import Compiled, Drop, select
+from ..codegen.compile import Compiled, Drop, require_any, select
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
 from ..runtime.defaults import default_plan
@@ -167,7 +167,13 @@ class Compilation:
         return not self._defaults
 
     def candidates(self, spec: Spec) -> Candidates:
-        """The points of ``spec``, once they are :meth:`whole`."""
+        """The points of ``spec``, once they are :meth:`whole`.
+
+        Raises:
+            CompileError: Everything has been compiled, and nothing does.
+        """
+        if self.done:
+            require_any(result for found in self._results.values() for result in found.values())
         candidates = Candidates(spec)
         for role in (role for of, role in self._asked if of == spec):
             by_variant = self._results.get((spec, role), {})

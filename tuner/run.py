@@ -58,6 +58,7 @@ def plan(job: Job, report: Report) -> Planned:
     A time budget ends compiling, but for default plans.
 
     Raises:
+        CompileError: Nothing compiles.
         ToolchainError: Triton, its assembler or a C compiler is missing.
     """
     until_s = job.budget.until_s(time.monotonic())
@@ -100,6 +101,7 @@ def tune(job: Job, report: Report, results: Path | None = None) -> Tuned:
             writes; None records none.
 
     Raises:
+        CompileError: Nothing compiles.
         GateError: A default plan is numerically wrong here.
         StoreError: The store belongs to another GPU, or cannot be written.
         ToolchainError: Triton, its assembler or a C compiler is missing.

@@ -108,13 +108,16 @@ def _cell_data(cell: CellResult) -> dict[str, Any]:
 def write_run(folder: Path, data: dict[str, Any]) -> Path:
     """Write ``<date>-<gpu>-<what>.json``, or ``...-2.json`` beside one of that name; the path.
 
+    The file also says at what time of that day (UTC) it was written: of two runs the later one counts.
+
     Raises:
         StoreError: The folder cannot be written.
     """
     name = f"{data['date']}-{gpu_slug(data['gpu'])}-{data['what']}"
     names = itertools.chain((name,), (f"{name}-{n}" for n in itertools.count(2)))
     path = next(p for p in (folder / f"{name}.json" for name in names) if not p.exists())
-    write(path, json.dumps(_rounded(data), indent=1) + "\n")
+    now = datetime.datetime.now(datetime.timezone.utc)
+    write(path, json.dumps(_rounded({**data, "time": f"{now:%H:%M:%S}"}), indent=1) + "\n")
     return path
 
 

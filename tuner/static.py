@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from ..codegen import space
-from ..codegen.compile import Compiled, Drop, check_toolchain, select
+from ..codegen.compile import Compiled, Drop, check_toolchain, require_any, select
 from ..codegen.emit import digest_of
 from ..codegen.pool import CompilePool
 from ..codegen.targets import Gpu
@@ -240,6 +240,7 @@ def static_tune(
             ends compiling, but for default plans.
 
     Raises:
+        CompileError: Nothing compiles.
         ToolchainError: The compiler or Triton's interpreter does not work.
     """
     until_s = job.budget.until_s(time.monotonic())
@@ -260,6 +261,7 @@ def static_tune(
         wrong = gate.failures(
             lambda done: report(Event("numerics", done, len(structures), "in Triton's interpreter"))
         )
+    require_any(results.values())
     plans: list[SpecPlan] = []
     rows: list[Row] = []
     costs: list[Invariant] = []

@@ -181,11 +181,17 @@ def test_the_newer_run_counts_whatever_the_order():
     assert record["run"] == "a.json"
 
 
-def test_of_one_day_the_number_counts_before_the_name():
-    names = ["m-t4.json", "m.json", "m-2.json", "m-t4-2.json", "m-10.json"]
-    shuffled = [(name, run(date="2026-11-30")) for name in reversed(names)]
-    found = [name for name, _ in sorted(shuffled, key=summary._age)]
-    assert [found.index(name) for name in ("m-2.json", "m-t4-2.json", "m-10.json")] == [2, 3, 4]
+def test_of_one_day_the_time_counts_and_without_one_the_number():
+    files = {"m-1000": ("m-1000", None), "m-t4": ("m-t4", None), "m": ("m", None), "m-2": ("m", None),
+             "m-t4-2": ("m-t4", None), "m-10": ("m", None), "m-1000-2": ("m-1000", "09:00:00"),
+             "m-3": ("m", "10:00:00")}  # fmt: skip
+    shuffled = [
+        (f"{name}.json", run(date="2026-11-30", what=what) | ({"time": time} if time else {}))
+        for name, (what, time) in reversed(files.items())
+    ]
+    found = [name.removesuffix(".json") for name, _ in sorted(shuffled, key=summary._age)]
+    assert set(found[:3]) == {"m-1000", "m-t4", "m"}
+    assert found[3:] == ["m-2", "m-t4-2", "m-10", "m-1000-2", "m-3"]
 
 
 def test_cells_without_a_time_make_no_claims():

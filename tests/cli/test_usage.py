@@ -94,6 +94,10 @@ BAD_INPUT = {
     "verb after options": (("--gpu", "H100", "plan"), 2, "the verb comes first", "--help"),
     "unknown option": (("plan", "--gpus", "H100"), 2, "--gpus", "plan --help"),
     "bench without a gpu": (("bench", "--gpu", "H100"), 4, "no GPU is here", "plan"),
+    "empty path": (
+        ("--gpu", "H100", "--output", ""), 2, "'--output': an empty path names nothing", "--help",
+    ),
+    "empty argument": (("check", ""), 2, "'[FOLDER]...': an empty path names nothing", "--help"),
     "table that is not there": (
         ("table", "show", "absent.json"), 9, "cannot read the table", "check the path",
     ),

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from replayssm_tune.codegen import space
+from replayssm_tune.codegen.compile import Compiled
 from replayssm_tune.runtime.defaults import default_plan
+from replayssm_tune.runtime.errors import CompileError
 from replayssm_tune.runtime.plan import Variant
+from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.runtime.table import load
-from replayssm_tune.tuner import choose, measured, run
+from replayssm_tune.tuner import choose, measured, run, static
 from replayssm_tune.tuner.admission import gate_plan
 from replayssm_tune.tuner.errors import StoreError
-from replayssm_tune.tuner.progress import Event, silent
+from replayssm_tune.tuner.progress import Event, Report, silent
 from replayssm_tune.tuner.records import Cell, Timing
-from replayssm_tune.tuner.request import Budget, Target
+from replayssm_tune.tuner.request import Budget, Job, Target
 from replayssm_tune.tuner.static import StaticTune, static_jobs
 from tests.tuner.tunes import GPU, HERE, FakeGpu, job, with_materializing
 
@@ -289,6 +293,46 @@ def test_a_plan_without_the_gpu_compiles_what_a_static_tune_would(tmp_path: Path
         assert plan.points == compiled + dropped["less promising, not compiled"] + constraints
     assert planned.estimate_s is not None
     assert planned.estimate_s > 0
+
+
+class RefusingPool:
+    """A compile pool that gets nothing compiled."""
+
+    def __init__(self, *_: object) -> None:
+        self._jobs: list[tuple[Spec, Variant]] = []
+
+    def __enter__(self) -> RefusingPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def done(self) -> bool:
+        return not self._jobs
+
+    def begin(self, jobs: Iterable[tuple[Spec, Variant]]) -> RefusingPool:
+        self._jobs = list(jobs)
+        return self
+
+    def collect(self, block: bool = True) -> list[Compiled]:
+        jobs, self._jobs = self._jobs, []
+        return list(self.run(jobs))
+
+    def run(self, jobs: Iterable[tuple[Spec, Variant]]) -> Iterator[Compiled]:
+        return (Compiled(spec, variant, (), "compile", "no assembler") for spec, variant in jobs)
+
+
+@pytest.mark.parametrize("command", [run.plan, run.tune], ids=["plan", "static tune"])
+def test_where_nothing_compiles_the_budget_is_not_blamed(
+    command: Callable[[Job, Report], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (run, static):
+        monkeypatch.setattr(module, "CompilePool", RefusingPool)
+    here = dataclasses.replace(job(tmp_path, budget=Budget(trials=8)), target=Target(GPU, False, "static"))
+    with pytest.raises(CompileError, match=r"none of \d points compiles; the first ended as compile: no ass"):
+        command(here, silent)
+    assert not list((tmp_path / "generated").rglob("*.json"))
 
 
 def test_a_static_tune_says_that_it_records_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from . import options, output, pipeline
 @options.store_option
 @click.option(
     "--results",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     default=Path("benchmarks/results"),
     show_default=True,
     metavar="DIR",

@@ -11,16 +11,16 @@ from .exit_codes import ExitCode
 
 
 @click.command()
-@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[FOLDER]...")
+@click.argument("folders", nargs=-1, type=options.PATH, metavar="[FOLDER]...")
 @click.option(
     "--junit",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=options.FILE,
     metavar="FILE",
     help="Also write the result as JUnit XML.",
 )
 @click.option(
     "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=options.FILE,
     metavar="FILE",
     help="Also write a Markdown summary, e.g. for the page of a CI run.",
 )

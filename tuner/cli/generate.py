@@ -13,7 +13,7 @@ from . import options, output, pipeline
 @click.option(
     "--output",
     "folder",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     metavar="DIR",
     help="Folder with the dispatch tables, as --output of tune. Default: the installed one.",
 )

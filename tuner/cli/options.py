@@ -25,6 +25,20 @@ OUTPUT: Final = Path(".replayssm/generated")
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
+class _Path(click.Path):
+    """As :class:`click.Path`; an empty one, as of a variable that is not set, is not the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("an empty path names nothing; write . for the working directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH: Final = _Path(path_type=Path)
+FILE: Final = _Path(path_type=Path, dir_okay=False)
+"""Types of options and arguments that take a path."""
+
+
 def integers(minimum: int) -> Callback:
     """Callback of an option that takes integers separated by commas; repeated values count once."""
 
@@ -96,7 +110,7 @@ def workload_options(function: Function) -> Function:
         ),
         click.option(
             "--hf-config",
-            type=click.Path(path_type=Path),
+            type=PATH,
             metavar="FILE",
             help="A Hugging Face config.json that gives the shape; may stand beside --model.",
         ),
@@ -209,7 +223,7 @@ def output_option(function: Function) -> Function:
     """``--output``."""
     return click.option(
         "--output",
-        type=click.Path(path_type=Path),
+        type=PATH,
         default=OUTPUT,
         show_default=True,
         metavar="DIR",

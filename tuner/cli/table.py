@@ -10,7 +10,7 @@ import click
 from .. import models, request
 from . import options, output
 
-_PATHS = click.argument("tables", nargs=-1, type=click.Path(path_type=Path), metavar="[TABLE]...")
+_PATHS = click.argument("tables", nargs=-1, type=options.PATH, metavar="[TABLE]...")
 
 
 @click.group(invoke_without_command=True)

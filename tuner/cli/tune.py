@@ -21,7 +21,7 @@ from .exit_codes import ExitCode
 @options.output_option
 @click.option(
     "--results",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     metavar="DIR",
     help="Also record what was measured as a run file in this folder.",
 )
