@@ -40,7 +40,11 @@ def error_source_region(records: Sequence[Record]) -> str:
     files = ", ".join(f"[{run}](../benchmarks/results/{run})" for run in runs)
     gpus = sorted({place for found in places.values() for place in found} - {"cpu"})
     eager = [FAMILY_NAMES[family] for family, found in places.items() if found == ["cpu"]]
-    source = f"Recorded on {', '.join(gpus)}, with the kernels that dispatch serves there. " if gpus else ""
+    source = (
+        f"Recorded on {', '.join(gpus)}, with the kernels that dispatch served there that day. "
+        if gpus
+        else ""
+    )
     if eager:
         figures, run = (
             (f"Figures of {' and '.join(eager)}", "run of it")

@@ -23,6 +23,9 @@ from .spec import Spec
 MAX_ROWS: Final = 65535
 """Rows of one launch: the limit of a CUDA grid's second dimension."""
 
+MAX_CURSOR: Final = 2**31 - 1
+"""The largest number that a cursor holds."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallSignature:
@@ -140,6 +143,11 @@ def check_cursors(contract: Contract, tensors: Sequence[Tensor | None], scalars:
             f"{contract.name}: capacity is {capacity}, too small for window {window}: rings need window + "
             f"num_tokens = {window + num_tokens}; pass the capacity of the step's rings: dimension 2 of "
             "ring_x or ring_u"
+        )
+    if capacity > MAX_CURSOR:
+        raise ArgumentError(
+            f"{contract.name}: capacity is {capacity}, beyond int32, which cursors are of; pass the capacity "
+            "of the step's rings: dimension 2 of ring_x or ring_u"
         )
 
 

@@ -214,7 +214,7 @@ def lighten_interpreter() -> None:
 
     It checks every sum and product of integers for overflow, and replaces the functions of its language
     anew at every call of a function from a kernel, though they are replaced already. Only in an interpreting
-    process; an interpreter of another make is left as it is.
+    process; an interpreter of another make is left as it is, and one that is light already.
     """
     from triton.runtime import interpreter
 
@@ -222,10 +222,12 @@ def lighten_interpreter() -> None:
     builder: Any = getattr(known, "interpreter_builder", None)
     if hasattr(builder, "options") and hasattr(builder.options, "sanitize_overflow"):
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    scope_type, patch = (getattr(known, name, None) for name in ("_LangPatchScope", "_patch_lang"))
-    if scope_type is None or patch is None:
+    names = ("_LangPatchScope", "_patch_lang", "tl")
+    found: list[Any] = [getattr(known, name, None) for name in names]
+    scope_type, patch, triton_language = found
+    if None in found or hasattr(patch, "light"):
         return
-    language = {known.tl, known.tl.core}
+    language = {triton_language, triton_language.core}
     replaced: set[object] = set()
     """Modules of the language whose functions are replaced, in the launch under way."""
 
@@ -242,6 +244,7 @@ def lighten_interpreter() -> None:
         replaced.update(used)
         return patch(function)
 
+    patch_once.light = True  # type: ignore[attr-defined]
     known._patch_lang = patch_once
 
 

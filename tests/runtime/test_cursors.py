@@ -327,6 +327,7 @@ def test_what_is_no_tensor_is_named_by_cursor_ops(name: str, value: Any, found: 
     ("changes", "message"),
     [
         ({"capacity": 4}, r"commit: capacity is 4, too small for window 4.*= 5"),
+        ({"capacity": 2**31}, r"commit: capacity is 2147483648, beyond int32"),
         ({"num_tokens": 5, "capacity": 20}, "num_tokens is 5 and window 4"),
         ({"num_tokens": 0}, "num_tokens is 0"),
         ({"accepted": torch.ones(2, dtype=torch.int32)}, r"accepted has shape \(2,\); expected \(3,\)"),
