@@ -6,7 +6,8 @@
 figures are rounded for the file: they are rounded once. A run file is
 ``results/<date>-<gpu>-<what>.json``:
 
-    {"environment": {...}, "protocol": {...}, "what": "tune", "gpu": "H200", "date": "2026-11-30", "time": "18:30:05",
+    {"environment": {...}, "protocol": {...},
+     "what": "tune", "gpu": "H200", "date": "2026-11-30", "time": "18:30:05",
      "cells": [{"spec": key, "effective_batch": n, "plan": key,
                 "time_us": {"mix": .., "nonflush": .., "flush": ..},
                 "roof_us": {"read": .., "scale": .., "mix": ..},
@@ -22,9 +23,9 @@ figures are rounded for the file: they are rounded once. A run file is
      "totals": {"tune_minutes": .., "resumed": false, "scope": ".."},
      "records": [{"claim": .., "cell": {...}, "value": .., "unit": .., ...}]}
 
-Only ``gpu``, ``date`` and ``what`` are required; ``time`` is the time of day (UTC) when it was written. Of two runs
-that say the same of one cell the newer one counts. ``resumed`` says that a run found measurements or binaries of an earlier one: how long it took
-is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
+Only ``gpu``, ``date`` and ``what`` are required; ``time`` is the time of day (UTC) when it was written. Of two
+runs that say the same of one cell the newer one counts. ``resumed`` says that a run found measurements or
+binaries of an earlier one: how long it took is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
 others. Of errors only some points make a record (:data:`ERROR_TOKENS`); their bound is in the run's protocol.
 ``native_steps_us`` is of drafts: T native steps in turn.
 Cells of what materialises states have ``materialize`` in place of the modes of a step, and no native.
@@ -132,7 +133,8 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
 def _age(named: tuple[str, dict[str, Any]]) -> tuple[str, str, int, str]:
     """Sort key of runs, oldest first.
 
-    Of one day by the time of day; older files have none, and of those ``x-2`` comes after ``x`` and before ``x-10``.
+    Of one day by the time of day; older files have none, and of those ``x-2`` comes after ``x`` and before
+    ``x-10``.
     """
     name, run = named
     number = name.removesuffix(".json").rpartition(run["what"])[2].removeprefix("-")

@@ -26,7 +26,7 @@ Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
 class _Path(click.Path):
-    """As :class:`click.Path`; an empty one, as of a variable that is not set, is not the working directory."""
+    """As :class:`click.Path`; an empty one, as of a variable that is unset, is not the working directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
