@@ -23,11 +23,12 @@ figures are rounded for the file: they are rounded once. A run file is
      "totals": {"tune_minutes": .., "resumed": false, "scope": ".."},
      "records": [{"claim": .., "cell": {...}, "value": .., "unit": .., ...}]}
 
-Only ``gpu``, ``date`` and ``what`` are required; ``time`` is the time of day (UTC) when it was written. Of two
-runs that say the same of one cell the newer one counts. ``resumed`` says that a run found measurements or
-binaries of an earlier one: how long it took is then no claim. The roof of the mix may be left out of runs of one token a step, where it follows from the
-others. Of errors only some points make a record (:data:`ERROR_TOKENS`); their bound is in the run's protocol.
-``native_steps_us`` is of drafts: T native steps in turn.
+Only ``gpu``, ``date`` and ``what`` are required; ``time`` is the time of day (UTC) when it was written. Of
+two runs that say the same of one cell the newer one counts. ``resumed`` says that a run found measurements
+or binaries of an earlier one: how long it took is then no claim. The roof of the mix may be left out of
+runs of one token a step, where it follows from the others. Of errors only some points make a record
+(:data:`ERROR_TOKENS`); their bound is in the run's protocol. ``native_steps_us`` is of drafts: T native
+steps in turn.
 Cells of what materialises states have ``materialize`` in place of the modes of a step, and no native.
 """
 
