@@ -134,12 +134,13 @@ def _records(run: dict[str, Any]) -> Iterable[Record]:
 def _age(named: tuple[str, dict[str, Any]]) -> tuple[str, str, int, str]:
     """Sort key of runs, oldest first.
 
-    Of one day by the time of day; older files have none, and of those ``x-2`` comes after ``x`` and before
-    ``x-10``.
+    Of one day by the time of day; older files have none, and of those ``x-2`` comes after ``x`` and ``x-y``,
+    and before ``x-10``.
     """
     name, run = named
-    number = name.removesuffix(".json").rpartition(run["what"])[2].removeprefix("-")
-    return run["date"], run.get("time", ""), int(number) if number.isdigit() else 1, name
+    stem = name.removesuffix(".json")
+    number = stem.rpartition(run["what"])[2].removeprefix("-")
+    return run["date"], run.get("time", ""), int(number) if number.isdigit() else 1, stem
 
 
 def _cell_records(cell: dict[str, Any], gpu: str) -> Iterable[Record]:
