@@ -151,9 +151,9 @@ def require_any(results: Iterable[Compiled]) -> None:
     if failed:
         first = failed[0]
         raise CompileError(
-            f"none of {len(failed)} points compiles; the first ended as {first.status}: {first.reason}",
+            f"nothing compiles, of {len(failed)} tried; the first ended as {first.status}: {first.reason}",
             where=f"{first.spec.key} {first.variant.key}",
-            hint="look at the installation of triton and at the disk its cache is on",
+            hint="it is not the kernels: see to triton, to the disk its cache is on, and to memory",
         )
 
 

@@ -170,9 +170,9 @@ class Compilation:
         """The points of ``spec``, once they are :meth:`whole`.
 
         Raises:
-            CompileError: Everything has been compiled, and nothing does.
+            CompileError: The default plans of all specs have been compiled, and of all that was nothing does.
         """
-        if self.done:
+        if self.defaults_back:
             require_any(result for found in self._results.values() for result in found.values())
         candidates = Candidates(spec)
         for role in (role for of, role in self._asked if of == spec):

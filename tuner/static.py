@@ -258,10 +258,10 @@ def static_tune(
         for done, result in enumerate(pool.run(in_time(jobs, until_s)), 1):
             results[result.spec, result.variant] = result
             report(Event("compile", done, len(jobs), f"{len(chosen)} specs"))
+        require_any(results.values())
         wrong = gate.failures(
             lambda done: report(Event("numerics", done, len(structures), "in Triton's interpreter"))
         )
-    require_any(results.values())
     plans: list[SpecPlan] = []
     rows: list[Row] = []
     costs: list[Invariant] = []

@@ -103,10 +103,17 @@ def step(
                 pad_ptr = out_ptr + token * out_stride_token + (first_head + head_offset) * out_stride_head
                 tl.store(pad_ptr + p, tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
         return
+    line = tl.arange(0, chunks * BLOCK_P)
+    line_p = p_block * BLOCK_P + line % BLOCK_P
+    line_n = (line // BLOCK_P)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if HEAD_DIM % BLOCK_P == 0:
+        line_mask = tl.full([chunks * BLOCK_P, BLOCK_N], True, tl.int1)
+    else:
+        line_mask = (line_p < HEAD_DIM)[:, None] & (line_n < STATE_SIZE)
     # From the state after the last token that was kept in the step before.
     accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + row), 1), NUM_TOKENS)
     slots_ptr = slot_index_ptr + row64 * slot_index_stride_row
-    slot = tl.load(slots_ptr + (accepted - 1)).to(tl.int64)
+    kept = tl.load(slots_ptr + (accepted - 1)).to(tl.int64) * state_stride_slot
     rate = tl.load(a_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     skip = tl.load(d_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
@@ -114,13 +121,10 @@ def step(
     for head_offset in tl.range(0, HEADS_PER_PROGRAM):
         head = first_head + head_offset
         state_head_ptr = state_ptr + head * state_stride_head
-        state_ptrs = state_head_ptr + p[None, :, None] * state_stride_row + columns[:, None, :]
-        s = tl.load(
-            state_ptrs + slot * state_stride_slot,
-            mask=p_mask[None, :, None],
-            other=0.0,
-            eviction_policy=EVICTION,
-        ).to(tl.float32)
+        state_ptrs = state_head_ptr + line_p[:, None] * state_stride_row + line_n
+        s = tl.load(state_ptrs + kept, mask=line_mask, other=0.0, eviction_policy=EVICTION)
+        s = tl.reshape(s, [chunks, BLOCK_P, BLOCK_N])
+        s = s.to(tl.float32)
         for i in tl.range(0, count, num_stages=NUM_STAGES):
             token = first + i
             step_size = tl.load(dt_ptr + token * dt_stride_token + heads, mask=head_mask, other=0.0)
@@ -139,8 +143,8 @@ def step(
             stored = tl.load(slots_ptr + i).to(tl.int64)
             tl.store(
                 state_ptrs + stored * state_stride_slot,
-                s.to(state_ptr.dtype.element_ty),
-                mask=p_mask[None, :, None],
+                tl.reshape(s, [chunks * BLOCK_P, BLOCK_N]).to(state_ptr.dtype.element_ty),
+                mask=line_mask,
                 eviction_policy="evict_last",
             )
             y = tl.sum(tl.sum(s * c[:, None, :], 0), 1)

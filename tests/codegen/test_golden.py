@@ -145,7 +145,10 @@ def test_loops_over_tiles_mask_what_lies_beyond_the_head(modules):
     tiled = [path for (_, structure), path in modules.items() if structure.loop == "tiles"]
     assert tiled
     for path in tiled:
-        assert "HEAD_DIM % BLOCK_P" not in path.read_text(encoding="utf-8"), path.name
+        text = path.read_text(encoding="utf-8")
+        assert "HEAD_DIM % BLOCK_P" not in text, path.name
+        masks = {text.count(part) for part in ("x_p = ", "x_p < HEAD_DIM", "if HEAD_DIM != HEAD_DIM_BLOCK")}
+        assert len(masks) == 1, path.name
 
 
 def ruff(*arguments):

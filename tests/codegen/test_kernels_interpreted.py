@@ -13,8 +13,8 @@ import itertools
 
 import pytest
 
-from replayssm_tune.codegen.space import legal_structures
-from replayssm_tune.runtime.plan import Plan, Structure
+from replayssm_tune.codegen.space import broken_constraint, legal_structures
+from replayssm_tune.runtime.plan import Plan, Structure, Tile, Variant
 from replayssm_tune.runtime.spec import Spec
 from replayssm_tune.tuner.interpreted import small_variant
 from tests.interpreter import run_interpreted
@@ -211,6 +211,21 @@ def test_a_loop_over_tiles_ends_where_the_head_does(kind, tmp_path):
     tiled = [s for s in legal_structures(spec) if s.loop == "tiles" and s.readout == "elementwise"]
     plans = plans_of(spec, tiled)
     assert {s.role for s in tiled} == {"both", "nonflush", "flush"}
+    found = run_interpreted(
+        "tests.codegen.interpreted_gate:verdicts",
+        spec.key, [plan.key for plan in plans], "int32", 16, 0, str(tmp_path),
+    )  # fmt: skip
+    assert found == {plan.key: "" for plan in plans}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_blocks_of_one_and_of_two_rows_pass_the_gate(kind, tmp_path):
+    # A line of ring x is two rows of a token, or the only one; the last blocks of this head are cut.
+    spec = spec_of(kind, scenes(kind)[0] | {"dtype": "mixed", "head_dim": 5, "state_size": 48})
+    tiles = {"late": (Tile(1, 16, 16), Tile(2, 32, 64)), "early": (Tile(2, 32, 64), Tile(4, 64, 64))}
+    plans = [Plan((Variant(Structure("both", load=load), tile),)) for load in tiles for tile in tiles[load]]
+    assert [broken_constraint(spec, plan.variants[0]) for plan in plans] == [""] * len(plans)
     found = run_interpreted(
         "tests.codegen.interpreted_gate:verdicts",
         spec.key, [plan.key for plan in plans], "int32", 16, 0, str(tmp_path),

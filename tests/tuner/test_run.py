@@ -330,7 +330,7 @@ def test_where_nothing_compiles_the_budget_is_not_blamed(
     for module in (run, static):
         monkeypatch.setattr(module, "CompilePool", RefusingPool)
     here = dataclasses.replace(job(tmp_path, budget=Budget(trials=8)), target=Target(GPU, False, "static"))
-    with pytest.raises(CompileError, match=r"none of \d points compiles; the first ended as compile: no ass"):
+    with pytest.raises(CompileError, match=r"nothing compiles, of \d tried; .* as compile: no ass"):
         command(here, silent)
     assert not list((tmp_path / "generated").rglob("*.json"))
 

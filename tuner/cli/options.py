@@ -35,8 +35,9 @@ class _Path(click.Path):
 
 
 PATH: Final = _Path(path_type=Path)
+"""Type of options and arguments that take a path."""
 FILE: Final = _Path(path_type=Path, dir_okay=False)
-"""Types of options and arguments that take a path."""
+"""The same, of a file."""
 
 
 def integers(minimum: int) -> Callback:
